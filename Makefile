@@ -20,7 +20,7 @@ engine: ## the environment and a Docker engine for the lab
 	@tools/bootstrap docker
 
 demo: engine ## the main job on two simulated Sparks: lab, site.yml, one chat completion
-	@python -m lab demo
+	@python tools/demo
 
 check: bootstrap lint types unit ## lint, types and unit tests; before each commit (about 2 minutes)
 
