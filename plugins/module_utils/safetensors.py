@@ -171,8 +171,8 @@ def loads_strict(raw: bytes, file: str, what: str) -> Any:
 
 
 def tensor_bytes(dtype: str, shape: tuple[int, ...]) -> int:
-    """Bytes of a tensor of a known dtype. Raises ValueError for sub-byte types that do not fill whole
-    bytes.""" bits = DTYPE_BITS[dtype]
+    """Bytes of a tensor of a known dtype. Raises ValueError where sub-byte values end inside a byte."""
+    bits = DTYPE_BITS[dtype]
     for dim in shape:
         bits *= dim
     if bits % 8:
@@ -365,8 +365,8 @@ def read_header(path: os.PathLike[str] | str, name: str | None = None) -> Header
             "dangling-link" if dangling else "missing-file",
             "is a link to a file that is gone" if dangling else "is missing",
             file=label,
-            found=os.readlink(where) if dangling else "nothing",  # noqa: PTH115 (Path.readlink resolves
-            nothing more) remedy="fetch the file again",
+            found=os.readlink(where) if dangling else "nothing",  # noqa: PTH115
+            remedy="fetch the file again",
         ) from None
     except OSError as error:
         raise HeaderError("unreadable", f"cannot be read: {error.strerror}", file=label) from None
