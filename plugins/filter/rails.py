@@ -1,0 +1,75 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Filters around the rail plan. The pure code is plugins/module_utils/rails.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+from ansible_collections.sparkfleet.serving.plugins.module_utils import rails
+
+
+def _members(value: Any) -> list[Mapping[str, Any]]:
+    if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
+        raise AnsibleFilterError(
+            "wanted a list of members, as the filter sparkfleet.serving.members makes it"
+        )
+    return list(value)
+
+
+def replica_refusals(members: Any) -> list[dict[str, str]]:
+    """What is wrong with the inventory itself; see rails.replica_refusals."""
+    return [item.as_dict() for item in rails.replica_refusals(_members(members))]
+
+
+def _by_replica(members: Any) -> list[list[Mapping[str, Any]]]:
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in _members(members):
+        groups.setdefault(str(row.get("replica") or ""), []).append(row)
+    return [groups[name] for name in sorted(groups)]
+
+
+def rail_plan(
+    members: Any, probes: Mapping[str, Any], mtu: int = rails.RAIL_MTU
+) -> dict[str, list[dict[str, Any]]]:
+    """{node: [{rail, netdev, hca, pci, cage, address, ip, network, mtu, peers: [{name, rank, address}],
+    peer_address}]} in rail order. Nodes that cannot be planned are left out; rail_refusals says why."""
+    found: dict[str, list[dict[str, Any]]] = {}
+    for group in _by_replica(members):
+        plans, _refusals = rails.plan_rails(group, probes, int(mtu))
+        found.update({name: [item.as_dict() for item in plan] for name, plan in plans.items()})
+    return found
+
+
+def rail_refusals(members: Any, probes: Mapping[str, Any]) -> list[dict[str, str]]:
+    """Why a rail plan cannot be made on the nodes as they are."""
+    found: list[dict[str, str]] = []
+    for group in _by_replica(members):
+        found += [item.as_dict() for item in rails.plan_rails(group, probes)[1]]
+    return found
+
+
+def gid_index(plan: Any, probe: Mapping[str, Any]) -> int:
+    """The GID index that all rails of one node share now. It drifts: for display and gates, never for
+    storing."""
+    try:
+        choices = [
+            rails.choose_gid(probe.get("rdma") or {}, str(row["hca"]), str(row["netdev"]), str(row["ip"]))
+            for row in _members(plan)
+        ]
+        return rails.one_gid_index(choices)
+    except rails.RailError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+class FilterModule:
+    """Filters of the collection about rails."""
+
+    def filters(self) -> dict[str, Any]:
+        return {
+            "replica_refusals": replica_refusals,
+            "rail_plan": rail_plan,
+            "rail_refusals": rail_refusals,
+            "gid_index": gid_index,
+        }
