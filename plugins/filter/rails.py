@@ -50,6 +50,33 @@ def rail_refusals(members: Any, probes: Mapping[str, Any]) -> list[dict[str, str
     return found
 
 
+def own_rails(members: Any, name: str) -> list[dict[str, Any]]:
+    """The rails of the member `name` as the module rail_network takes them: [{address, netdev, peers:
+    [address]}].
+    An empty list of members is no rails; a list without `name` is an error."""
+    rows = _members(members)
+    if not rows:
+        return []
+    mine = next((row for row in rows if row.get("name") == name), None)
+    if mine is None:
+        raise AnsibleFilterError(
+            f"{name} is not among the members " + ", ".join(str(row.get("name")) for row in rows)
+        )
+    others = [row for row in rows if row.get("name") != name and row.get("replica") == mine.get("replica")]
+    return [
+        {
+            "address": str(own.get("address") or ""),
+            "netdev": str(own.get("netdev") or ""),
+            "peers": [
+                str(row["rails"][number]["address"]).split("/")[0]
+                for row in others
+                if number < len(row.get("rails") or [])
+            ],
+        }
+        for number, own in enumerate(mine.get("rails") or [])
+    ]
+
+
 def gid_index(plan: Any, probe: Mapping[str, Any]) -> int:
     """The GID index that all rails of one node share now. It drifts: for display and gates, never for
     storing."""
@@ -71,5 +98,6 @@ class FilterModule:
             "replica_refusals": replica_refusals,
             "rail_plan": rail_plan,
             "rail_refusals": rail_refusals,
+            "own_rails": own_rails,
             "gid_index": gid_index,
         }

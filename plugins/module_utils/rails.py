@@ -158,7 +158,10 @@ def no_cable_text(probe: Mapping[str, Any]) -> str:
 
 
 def choose_halves(
-    probe: Mapping[str, Any], netdevs: Sequence[str] = (), addresses: Sequence[str] = ()
+    probe: Mapping[str, Any],
+    netdevs: Sequence[str] = (),
+    addresses: Sequence[str] = (),
+    strict: bool = True,
 ) -> tuple[Half, ...]:
     """The halves that carry the rails of a node, in rail order.
 
@@ -193,6 +196,17 @@ def choose_halves(
         )
     if up:
         return up[0].halves
+    down = [cage for cage in cages if cage.complete and cage.state == "admin_down"]
+    if down and not any(cage.state == "half_up" for cage in cages):
+        # Nobody has brought the links up yet, so no carrier can be read. The cage that carries the plan,
+        # else the
+        # first: the caller sees `state` and says that it is a guess (or brings the links up and asks again).
+        carrying = [
+            cage for cage in down if any(cidr in addresses for half in cage.halves for cidr in half.ipv4)
+        ]
+        return (carrying or down)[0].halves
+    if not strict:
+        return ()
     states = "; ".join(
         f"cage {cage.name}: " + ", ".join(f"{half.netdev} {half.state}" for half in cage.halves)
         for cage in cages
@@ -638,6 +652,18 @@ def plan_rails(
             )
             continue
         refusals += overlap_refusals(member, probe, [half.netdev for half in halves])
+        if any(half.state != "up" for half in halves):
+            shown = ", ".join(f"{half.netdev} {half.state}" for half in halves)
+            refusals.append(
+                Refusal(
+                    "link-state",
+                    member.name,
+                    shown,
+                    "a carrier on both halves",
+                    "the links are brought up when the rails are applied; if it stays, seat the cable",
+                    level="warn",
+                )
+            )
         cages[member.name] = halves[0].cage if halves else ""
         if len(halves) < len(member.rails):
             refusals.append(

@@ -80,7 +80,7 @@ def generated(reader: Reader, netdev: str, base: str = "") -> dict[str, Any] | N
             "addresses": addresses,
             "mtu": int(mtu) if mtu.isdigit() else None,
             "dhcp": (network.get("DHCP") or ["no"])[0],
-            "link_local": (network.get("LinkLocalAddressing") or [None])[0],
+            "link_local": next(iter(network.get("LinkLocalAddressing", [])), None),
         }
     path = f"{base}/run/NetworkManager/system-connections/netplan-{netdev}.nmconnection"
     text = reader.text(path)
@@ -97,7 +97,7 @@ def generated(reader: Reader, netdev: str, base: str = "") -> dict[str, Any] | N
             "addresses": addresses,
             "mtu": int(mtu) if mtu.isdigit() else None,
             "dhcp": "ipv4" if ipv4.get("method") == ["auto"] else "no",
-            "link_local": (ini.get("ipv6", {}).get("method") or [None])[0],
+            "link_local": next(iter(ini.get("ipv6", {}).get("method", [])), None),
         }
     return None
 
@@ -134,7 +134,7 @@ def read(reader: Reader, net: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 continue  # written by netplan itself
             text = reader.text(f"{directory}/{name}")
             ini = parse_ini(text) if text is not None else {}
-            device = (ini.get("connection", {}).get("interface-name") or [None])[0]
+            device = next(iter(ini.get("connection", {}).get("interface-name", [])), None)
             profiles.append(
                 {
                     "path": f"{directory}/{name}",
