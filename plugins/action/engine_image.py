@@ -1,0 +1,69 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Controller side of engine_image: reads the build context, and sends it only when something is built."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from ansible.errors import AnsibleActionFail
+from ansible.plugins.action import ActionBase
+from ansible_collections.sparkfleet.serving.plugins.module_utils.image_identity import (
+    ImageError,
+    context_tar,
+    make_recipe,
+    reference,
+)
+
+
+class ActionModule(ActionBase):  # type: ignore[misc]
+    """Computes content hash and reference from the context, transfers the context for a real build."""
+
+    TRANSFERS_FILES = True
+
+    def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
+        """One module call; a build that is needed adds one transfer and one call."""
+        result: dict[str, Any] = super().run(tmp, task_vars)
+        args = dict(self._task.args)
+        context = str(args.pop("context", "") or "")
+        patches = [str(item) for item in args.pop("patches", None) or []]
+        allow_tag = str(args.pop("allow_base_tag", False)).lower() in ("true", "yes", "1")
+        tar = b""
+        if context:
+            try:
+                recipe = make_recipe(
+                    Path(self._find(context)),
+                    str(args.get("dockerfile") or "Dockerfile"),
+                    args.get("build_args") or {},
+                    str(args.get("base") or ""),
+                    patches=[Path(item) for item in patches],
+                    allow_tag=allow_tag,
+                    target=str(args.get("target") or ""),
+                )
+                args["content"] = recipe.content
+                args["reference"] = reference(str(args.get("name") or ""), recipe.content)
+            except ImageError as exc:
+                raise AnsibleActionFail(str(exc)) from exc
+            tar = context_tar(recipe)
+        building = args.get("state") == "built" and not self._task.check_mode
+        if building and not tar:
+            raise AnsibleActionFail("state built needs the build context on the controller (context)")
+        if building:
+            looked = self._call(dict(args, state="inspected"), task_vars)
+            if looked.get("failed") or looked.get("present"):
+                return {**result, **looked}
+            self._make_tmp_path()
+            remote = self._connection._shell.join_path(self._connection._shell.tmpdir, "context.tar")
+            self._transfer_data(remote, tar)
+            self._fixup_perms2((self._connection._shell.tmpdir, remote))
+            args["context_tar"] = remote
+        return {**result, **self._call(args, task_vars)}
+
+    def _find(self, context: str) -> str:
+        return str(self._loader.path_dwim(context))
+
+    def _call(self, args: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
+        found: dict[str, Any] = self._execute_module(
+            module_name="sparkfleet.serving.engine_image", module_args=args, task_vars=task_vars
+        )
+        return found

@@ -1,0 +1,79 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Filters that find the way between two members over the fabric, and who needs something."""
+
+from __future__ import annotations
+
+import ipaddress
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+
+
+def _named(members: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
+    for member in members:
+        if member["name"] == name:
+            return member
+    raise AnsibleFilterError(f"{name} is not one of the members of this role")
+
+
+def _way(source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[str, str]:
+    """(address of the source, address of the target) on the first rail that both have."""
+    for theirs in source.get("rails") or []:
+        one = ipaddress.ip_interface(theirs["address"])
+        for ours in target.get("rails") or []:
+            other = ipaddress.ip_interface(ours["address"])
+            if other.network == one.network and other.ip != one.ip:
+                return str(one.ip), str(other.ip)
+    raise AnsibleFilterError(
+        f"{source['name']} and {target['name']} share no rail subnet, so nothing can be copied over the "
+        "fabric; "
+        "correct the rail addresses of the inventory"
+    )
+
+
+def transfer_source(
+    members: list[Mapping[str, Any]], name: str, source: str, port: int, folder: str = ""
+) -> dict[str, Any]:
+    """Where member ``name`` finds the share of member ``source``: address, port, folder."""
+    address, _mine = _way(_named(members, source), _named(members, name))
+    return {"address": address, "port": int(port), "folder": folder}
+
+
+def transfer_listen(
+    members: list[Mapping[str, Any]], source: str, names: Iterable[str]
+) -> list[dict[str, Any]]:
+    """What the share of ``source`` listens on so that ``names`` can read it, and nobody else."""
+    found: dict[str, list[str]] = {}
+    for name in names:
+        if name == source:
+            continue
+        address, client = _way(_named(members, source), _named(members, name))
+        found.setdefault(address, []).append(client)
+    return [{"address": address, "clients": sorted(clients)} for address, clients in sorted(found.items())]
+
+
+def members_where(
+    members: list[Mapping[str, Any]], hostvars: Mapping[str, Any], result: str, key: str, value: bool = True
+) -> list[str]:
+    """Names of members whose registered ``result`` has ``key`` of that truth; others are left out."""
+    found = []
+    for member in members:
+        if member["name"] not in hostvars:
+            continue
+        registered = hostvars[member["name"]].get(result)
+        if isinstance(registered, Mapping) and key in registered and bool(registered[key]) is value:
+            found.append(str(member["name"]))
+    return found
+
+
+class FilterModule:
+    """Filters of this collection for moving things between members."""
+
+    def filters(self) -> dict[str, Any]:
+        """Name to function."""
+        return {
+            "transfer_source": transfer_source,
+            "transfer_listen": transfer_listen,
+            "members_where": members_where,
+        }

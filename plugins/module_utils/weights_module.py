@@ -1,0 +1,90 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""What the modules that move and prove weights share: refusals in one form, predictions, tool lookup."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .tree import FileSpec, Report, TreeError, human
+
+#: Helper containers of ours carry this label with their purpose as value.
+HELPER_LABEL = "sparkfleet.helper"
+#: File names listed in a diff before it is cut short.
+DIFF_LINES = 60
+
+
+def refusal(module: Any, exc: Exception, **more: Any) -> NoReturn:
+    """``fail_json`` with the node's own name in front."""
+    node = os.uname().nodename
+    module.fail_json(msg=f"{node}: {exc}", node=node, refusal=type(exc).__name__, **more)
+    raise AssertionError("unreachable")
+
+
+def need_tool(name: str, package: str) -> str:
+    """The absolute path of a program, or a refusal that names its package."""
+    for folder in ("/usr/local/bin", "/usr/bin", "/bin", "/usr/sbin", "/sbin"):
+        candidate = Path(folder) / name
+        if os.access(candidate, os.X_OK):
+            return str(candidate)
+    found = shutil.which(name)
+    if found:
+        return found
+    raise TreeError(f"{name} is not installed; install the package {package}")
+
+
+def listing(files: Sequence[FileSpec]) -> str:
+    """Files with sizes, one a line, cut after ``DIFF_LINES``."""
+    lines = [f"{item.name} {item.size}" for item in files[:DIFF_LINES]]
+    if len(files) > DIFF_LINES:
+        lines.append(f"and {len(files) - DIFF_LINES} more")
+    return "".join(f"{line}\n" for line in lines)
+
+
+def tree_diff(root: Path, report: Report) -> dict[str, Any]:
+    """Diff of a tree: proven files before, and all files after."""
+    everything = sorted([*report.proven, *report.unproven, *report.needed], key=lambda item: item.name)
+    kept = [*report.proven, *report.unproven]
+    return {
+        "before_header": f"{root} (proven files, bytes)",
+        "after_header": f"{root} (proven files, bytes)",
+        "before": listing(sorted(kept, key=lambda item: item.name)),
+        "after": listing(everything),
+    }
+
+
+def summary(report: Report) -> dict[str, Any]:
+    """Counts of a report, as every module of this family returns them."""
+    return {
+        "complete": report.complete,
+        "files_total": len(report.proven) + len(report.unproven) + len(report.needed),
+        "files_needed": len(report.needed),
+        "bytes_needed": report.needed_bytes,
+        "bytes_resumable": report.resumable,
+        "wrong": [f"{spec.name}: {why}" for spec, why in report.wrong],
+    }
+
+
+def movement(verb: str, report: Report, root: Path) -> str:
+    """``3 files, 1.20 GiB to fetch into PATH``."""
+    return f"{len(report.needed)} files, {human(report.needed_bytes)} to {verb} into {root}"
+
+
+def lock_dir(data_dir: str) -> Path:
+    """Where lock files live."""
+    return Path(data_dir) / "locks"
+
+
+def own_parents(path: Path) -> None:
+    """Make the parents of ``path``, readable for the unprivileged share and for containers."""
+    missing = []
+    place = path
+    while not place.exists():
+        missing.append(place)
+        place = place.parent
+    for item in reversed(missing):
+        item.mkdir(mode=0o755)
+        item.chmod(0o755)

@@ -1,0 +1,411 @@
+#!/usr/bin/python
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Bring files of a pinned Hub revision to this node and prove them."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: hub_fetch
+short_description: Files of a pinned Hub revision, proven by size and sha256
+description:
+  - Brings files of one revision of one repository of a Hub-compatible endpoint into a directory, as real
+    files.
+  - The download is made by C(huggingface_hub) in a container of the engine image, resumes, and is proven
+    against the manifest before the directory gets its final name.
+  - What is proven is remembered by size, mtime and inode. A complete tree needs no network and no Docker.
+author: The sparkfleet founders (@sparkfleet)
+version_added: 1.0.0
+options:
+  endpoint:
+    description: URL of the Hub.
+    type: str
+    default: https://huggingface.co
+  repo:
+    description: Repository, C(OWNER/NAME).
+    type: str
+    required: true
+  revision:
+    description: Commit id, 40 hex digits.
+    type: str
+    required: true
+  files:
+    description:
+      - The manifest, a list of C(name), C(size) and C(sha256) (or C(blob_id), the git blob id).
+      - Empty takes every file of the revision below O(prefix) as the Hub lists it, and remembers that list.
+    type: list
+    elements: dict
+    default: []
+  prefix:
+    description: Folder of the repository that becomes the root of the tree.
+    type: str
+    default: ""
+  dest:
+    description: Directory that will hold exactly these files.
+    type: path
+    required: true
+  data_dir:
+    description: Data directory of sparkfleet, for lock files.
+    type: path
+    default: /var/lib/sparkfleet
+  image:
+    description: Engine image with C(python3) and C(huggingface_hub). Needed only when something is missing.
+    type: str
+    default: ""
+  token:
+    description: Access token. Reaches the download as a 0600 file only.
+    type: str
+    default: ""
+  token_file:
+    description: A file on the node that holds the token, used when O(token) is empty and the file exists.
+    type: path
+    default: ""
+  parallel:
+    description: Files at once, for the download and for the proof.
+    type: int
+    default: 4
+  rehash:
+    description: Read every byte again instead of trusting what was proven before.
+    type: bool
+    default: false
+  reserve_bytes:
+    description: Bytes that must stay free on the filesystem.
+    type: int
+    default: 5000000000
+  docker_socket:
+    description: Socket of the Docker engine.
+    type: path
+    default: /var/run/docker.sock
+  progress_file:
+    description: Where to write progress for a watcher. Empty writes none.
+    type: path
+    default: ""
+attributes:
+  check_mode:
+    description: Says how many files and bytes would come, asks the Hub whether it would give them.
+    support: full
+  diff_mode:
+    description: The proven files before and after.
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Checkpoint at its pin
+  sparkfleet.serving.hub_fetch:
+    repo: Mia-AiLab/DeepSeek-V4.1-Flash-EXL3-2.9bpw
+    revision: 64ba41b6c916a587db06eae2e19b7845f7be6e6b
+    files: "{{ plan.lock.files }}"
+    dest: /var/lib/sparkfleet/models/Mia-AiLab--DeepSeek-V4.1-Flash-EXL3-2.9bpw/64ba41b6c916a587db06eae2e1
+    image: sparkfleet/engine:0123456789ab
+"""
+
+RETURN = r"""
+complete:
+  description: Every file is there and proven.
+  type: bool
+  returned: always
+path:
+  description: The directory.
+  type: str
+  returned: always
+files:
+  description: The manifest with what was proven (C(name), C(size), C(sha256), C(blob_id)).
+  type: list
+  elements: dict
+  returned: always
+files_needed:
+  description: Files that were (check mode, would be) fetched.
+  type: int
+  returned: always
+bytes_needed:
+  description: Their bytes.
+  type: int
+  returned: always
+"""
+
+import contextlib
+import hashlib
+import json
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ..module_utils.docker_api import DockerApi, DockerError, DockerNotFound
+from ..module_utils.fabric_copy import RUN_DIR, SizeWatch
+from ..module_utils.hub_client import (
+    FETCH_SCRIPT,
+    Hub,
+    check_repo,
+    explain,
+    last_result,
+)
+from ..module_utils.tree import (
+    FileSpec,
+    Progress,
+    Proof,
+    Report,
+    TreeError,
+    exclusive,
+    inspect,
+    manifest_digest,
+    open_for_work,
+    parse_files,
+    partial_path,
+    place,
+    proof_path,
+    prove,
+    read_proof,
+    refuse_foreign,
+    refuse_space,
+    tree_size,
+    write_proof,
+)
+from ..module_utils.weights_module import (
+    HELPER_LABEL,
+    lock_dir,
+    movement,
+    own_parents,
+    refusal,
+    summary,
+    tree_diff,
+)
+
+
+def token_of(params: dict[str, Any]) -> str:
+    """The token given, or that of the file when there is one."""
+    if params["token"]:
+        return str(params["token"]).strip()
+    if params["token_file"]:
+        with contextlib.suppress(FileNotFoundError):
+            return Path(params["token_file"]).read_text(encoding="utf-8").strip()
+    return ""
+
+
+def download(
+    params: dict[str, Any], token: str, work: Path, files: list[FileSpec], progress: Progress
+) -> None:
+    """Run huggingface_hub in a container of the engine image. Raises TreeError with the reason in words."""
+    api = DockerApi(params["docker_socket"])
+    name = "sparkfleet-fetch-" + hashlib.sha256(str(work).encode()).hexdigest()[:12]
+    try:
+        api.image_inspect(params["image"])
+    except DockerNotFound as exc:
+        raise TreeError(
+            f"the engine image {params['image'] or '(none named)'} is not on this node, and the download "
+            "runs "
+            "in it; run the image role first"
+        ) from exc
+    # We hold the lock, so a container of this name belongs to a run that died; what it brought is kept.
+    api.container_remove(name, force=True)
+    RUN_DIR.mkdir(mode=0o755, exist_ok=True)
+    job = Path(tempfile.mkdtemp(prefix="fetch-", dir=RUN_DIR))
+    output: list[str] = []
+    pending = bytearray()
+
+    def hear(kind: int, data: bytes) -> None:
+        if kind != 1:
+            return
+        pending.extend(data)
+        while b"\n" in pending:
+            line, _nl, rest = bytes(pending).partition(b"\n")
+            pending[:] = rest
+            output.append(line.decode("utf-8", "replace"))
+            del output[:-200]
+
+    try:
+        prefix = params["prefix"].strip("/")
+        names = [f"{prefix}/{item.name}" if prefix else item.name for item in files]
+        (job / "fetch.py").write_text(FETCH_SCRIPT, encoding="utf-8")
+        (job / "token").touch(mode=0o600)
+        (job / "token").write_text(token, encoding="utf-8")
+        (job / "job.json").write_text(
+            json.dumps(
+                {
+                    "endpoint": params["endpoint"],
+                    "repo": params["repo"],
+                    "revision": params["revision"],
+                    "files": names,
+                    "dest": "/work",
+                    "home": "/work/.cache/home",
+                    "parallel": params["parallel"],
+                }
+            ),
+            encoding="utf-8",
+        )
+        spec = {
+            "Image": params["image"],
+            "Entrypoint": ["python3", "/job/fetch.py"],
+            "Cmd": [],
+            "User": "0:0",
+            "Labels": {HELPER_LABEL: "fetch"},
+            "HostConfig": {
+                "NetworkMode": "host",
+                "Binds": [f"{job}:/job:ro", f"{work}:/work"],
+                "CapDrop": ["ALL"],
+                "SecurityOpt": ["no-new-privileges"],
+                "ReadonlyRootfs": True,
+                "Tmpfs": {"/tmp": "rw,mode=1777"},  # noqa: S108 - inside the container
+            },
+        }
+        with SizeWatch(work, tree_size(work), progress.set):
+            code, _out, err = api.run(name, spec, hear)
+    except DockerError as exc:
+        raise TreeError(str(exc)) from exc
+    finally:
+        shutil.rmtree(job, ignore_errors=True)
+    if pending:
+        output.append(bytes(pending).decode("utf-8", "replace"))
+    last = last_result(output)
+    if code != 0 or not last.get("ok"):
+        if not output:
+            last = {"kind": "client", "message": err.decode("utf-8", "replace").strip()[-300:]}
+        explain(last, params["repo"], params["revision"], bool(token), str(work))
+
+
+def bring(
+    params: dict[str, Any],
+    token: str,
+    root: Path,
+    files: tuple[FileSpec, ...],
+    *,
+    proof: Proof,
+    progress: Progress,
+) -> Report:
+    """Download what is missing, prove everything, give the tree its name."""
+    own_parents(root.parent)
+    stage = open_for_work(root)
+    prefix = params["prefix"].strip("/")
+    if prefix and not (stage / prefix).exists() and any(stage.iterdir()) and not (stage / ".cache").exists():
+        # A damaged finished tree came back as the stage: put it where the download would put it.
+        inner = stage.with_name(f"{stage.name}.inner")
+        stage.replace(inner)
+        (stage / prefix).parent.mkdir(parents=True)
+        inner.replace(stage / prefix)
+    work = stage / prefix if prefix else stage
+    report = inspect(work, files, proof, rehash=False)
+    prove(work, report, proof, params["parallel"])
+    for attempt in (1, 2):
+        if report.complete:
+            break
+        for spec, _why in report.wrong:
+            with contextlib.suppress(OSError):
+                (work / spec.name).unlink()
+        needed = report.needed
+        progress.step("download", report.needed_bytes)
+        download(params, token, stage, needed, progress)
+        report = inspect(work, files, proof)
+        progress.step("proof", sum(item.size for item in report.unproven))
+        prove(work, report, proof, params["parallel"], progress.add)
+        write_proof(proof_path(root), proof)
+        if report.complete:
+            break
+        if attempt == 2:
+            first = (
+                "; ".join(why for _spec, why in report.wrong[:3]) or f"{report.missing[0].name} did not come"
+            )
+            raise TreeError(
+                f"{params['repo']} at {params['revision']} does not match its manifest after two downloads: "
+                f"{first}. "
+                "The endpoint serves other bytes than the lock names"
+            )
+    refuse_foreign(work, report.foreign)
+    place(work, root)
+    return report
+
+
+def main() -> None:
+    """Entry point."""
+    module = AnsibleModule(
+        argument_spec={
+            "endpoint": {"type": "str", "default": "https://huggingface.co"},
+            "repo": {"type": "str", "required": True},
+            "revision": {"type": "str", "required": True},
+            "files": {"type": "list", "elements": "dict", "default": []},
+            "prefix": {"type": "str", "default": ""},
+            "dest": {"type": "path", "required": True},
+            "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
+            "image": {"type": "str", "default": ""},
+            "token": {"type": "str", "default": "", "no_log": True},
+            "token_file": {"type": "path", "default": "", "no_log": False},
+            "parallel": {"type": "int", "default": 4},
+            "rehash": {"type": "bool", "default": False},
+            "reserve_bytes": {"type": "int", "default": 5_000_000_000},
+            "docker_socket": {"type": "path", "default": "/var/run/docker.sock"},
+            "progress_file": {"type": "path", "default": ""},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    root = Path(params["dest"])
+    progress = Progress(Path(params["progress_file"]) if params["progress_file"] else None, "compare", 0)
+    try:
+        check_repo(params["repo"], params["revision"])
+        hub = Hub(params["endpoint"], token_of(params))
+        proof = read_proof(proof_path(root))
+        pin = {"repo": params["repo"], "revision": params["revision"], "prefix": params["prefix"]}
+        files = parse_files(params["files"])
+        if not files:
+            files = proof.listing if proof.meta == pin else ()
+        if not files:
+            files = hub.listing(params["repo"], params["revision"], params["prefix"])
+        here = root if root.exists() else partial_path(root) / params["prefix"].strip("/")
+        report = inspect(here, files, proof, params["rehash"])
+        warnings = refuse_foreign(root, report.foreign) if root.exists() else []
+        fresh = (
+            bool(report.unproven)
+            or manifest_digest(proof.listing) != manifest_digest(files)
+            or proof.meta != pin
+        )
+        if root.exists():
+            progress.step("proof", sum(item.size for item in report.unproven))
+            prove(root, report, proof, params["parallel"], progress.add)
+        before = report
+        changed = not (report.complete and root.exists())
+        proof.listing, proof.meta = files, pin
+        if changed:
+            # Whatever stands in the way is said before the first byte, in check mode too.
+            hub.probe(
+                params["repo"],
+                params["revision"],
+                "/".join(filter(None, [params["prefix"].strip("/"), (report.needed or list(files))[0].name])),
+            )
+            refuse_space(
+                root, report.needed_bytes - report.resumable, params["reserve_bytes"], params["repo"]
+            )
+        if changed and not module.check_mode:
+            lock = (
+                lock_dir(params["data_dir"]) / f"fetch-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}"
+            )
+            with exclusive(lock, str(root)):
+                report = bring(params, hub.token, root, files, proof=proof, progress=progress)
+        if not module.check_mode and root.exists() and (changed or fresh):
+            write_proof(proof_path(root), proof)
+    except (TreeError, OSError) as exc:
+        refusal(module, exc)
+    finally:
+        progress.close()
+    for text in warnings:
+        module.warn(text)
+    result = summary(before)
+    result.update(
+        changed=changed,
+        complete=report.complete and root.exists(),
+        path=str(root),
+        files=[
+            dict(
+                item.as_dict(),
+                sha256=proof.files[item.name].sha256 if item.name in proof.files else item.sha256,
+            )
+            for item in files
+        ],
+        diff=tree_diff(root, before) if changed else {},
+    )
+    if changed:
+        result["msg"] = movement("fetch", before, root)
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()

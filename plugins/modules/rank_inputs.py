@@ -1,0 +1,455 @@
+#!/usr/bin/python
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Rank files and token map, made by the engine's own tools in the engine image."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: rank_inputs
+short_description: Rank files and token map from a checkpoint
+description:
+  - Makes the rank files that are asked for, and the Engram token map, with the engine's own tools in a
+    container of the engine image without network, and proves what came out.
+  - A rank file's name must be the one of the plan. It covers the layout only, so the variant (the weights
+    that it was cut from) is part of its directory and of its proof.
+author: The sparkfleet founders (@sparkfleet)
+version_added: 1.0.0
+options:
+  state:
+    description:
+      - V(compared) only looks.
+      - V(present) makes what is missing.
+      - V(released) removes rank files that were made here for another node (a passing state, never a change).
+    type: str
+    choices: [compared, present, released]
+    default: present
+  ranks:
+    description:
+      - Rank files to look at or make. C(rank), C(file_name) (from the plan), C(root) (directory that holds
+        one directory per index hash), optional C(size) in bytes.
+    type: list
+    elements: dict
+    default: []
+  world:
+    description: Ranks of the replica.
+    type: int
+    default: 2
+  flags:
+    description: Further arguments of the tool, such as C(--no-dspark).
+    type: list
+    elements: str
+    default: []
+  variant:
+    description: Identity of the weights (model revision or lock hash); files of others are not accepted.
+    type: str
+    default: ""
+  model_dir:
+    description: The checkpoint.
+    type: path
+    default: ""
+  token_map:
+    description: Where the token map belongs. Empty leaves it out.
+    type: path
+    default: ""
+  image:
+    description: Engine image.
+    type: str
+    default: ""
+  tool:
+    description: Name of the rank file tool in the image.
+    type: str
+    default: tf-dsv41-rank-cache
+  token_map_tool:
+    description: Path of the token map script in the image.
+    type: str
+    default: /opt/tensorfold/tools/make_token_map.py
+  min_available_bytes:
+    description: MemAvailable needed while a rank file is written (the tool holds the embedding twice).
+    type: int
+    default: 5368709120
+  reserve_bytes:
+    description: Bytes that must stay free on the filesystem.
+    type: int
+    default: 5000000000
+  rehash:
+    description: Read rank files again instead of trusting what was proven before.
+    type: bool
+    default: false
+  data_dir:
+    description: Data directory of sparkfleet, for lock files.
+    type: path
+    default: /var/lib/sparkfleet
+  docker_socket:
+    description: Socket of the Docker engine.
+    type: path
+    default: /var/run/docker.sock
+  progress_file:
+    description: Where to write progress for a watcher. Empty writes none.
+    type: path
+    default: ""
+attributes:
+  check_mode:
+    description: Says what would be made.
+    support: full
+  diff_mode:
+    description: Files before and after.
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Both rank files on the head
+  sparkfleet.serving.rank_inputs:
+    ranks:
+      - {rank: 0, file_name: rank0of2-274304f92f5400805bf9.bin, root: /var/lib/sparkfleet/rank-files/64ba41b}
+    variant: 64ba41b6c916a587db06eae2e19b7845f7be6e6b
+    model_dir: /var/lib/sparkfleet/models/Mia-AiLab--DeepSeek-V4.1-Flash-EXL3-2.9bpw/64ba41b
+    image: sparkfleet/engine:0123456789ab
+"""
+
+RETURN = r"""
+ranks:
+  description: Per rank C(rank), C(present), C(path) (directory), C(files) (manifest of that directory).
+  type: list
+  elements: dict
+  returned: always
+token_map_present:
+  description: The token map is there.
+  type: bool
+  returned: always
+needed:
+  description: Something has (after V(present), had) to be made.
+  type: bool
+  returned: always
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ..module_utils.docker_api import DockerApi, DockerError, DockerNotFound
+from ..module_utils.fabric_copy import SizeWatch
+from ..module_utils.rank_file import check_frame, explain, parse_name
+from ..module_utils.tree import (
+    FileSpec,
+    Progress,
+    Proof,
+    Seen,
+    TreeError,
+    digest_file,
+    exclusive,
+    human,
+    inspect,
+    partial_path,
+    place,
+    proof_path,
+    prove,
+    read_proof,
+    refuse_space,
+    write_proof,
+)
+from ..module_utils.weights_module import HELPER_LABEL, lock_dir, own_parents, refusal
+
+Rank = dict[str, Any]
+
+
+def rank_dir(item: Rank) -> Path:
+    """``ROOT/HASH20``: one directory per index hash, so that a launch mounts exactly one rank file."""
+    return Path(item["root"]) / parse_name(item["file_name"]).index
+
+
+def look(item: Rank, variant: str, rehash: bool) -> dict[str, Any]:
+    """State of one rank file: proven by its own digest, framed right, cut from the right weights."""
+    folder = rank_dir(item)
+    proof = read_proof(proof_path(folder))
+    found: dict[str, Any] = {
+        "rank": int(item["rank"]),
+        "path": str(folder),
+        "file": str(folder / item["file_name"]),
+        "present": False,
+        "files": [],
+        "why": "absent",
+    }
+    if not folder.is_dir():
+        return found
+    if not proof.listing:
+        found["why"] = "no proof beside it"
+        return found
+    if proof.meta.get("variant", variant) != variant:
+        found["why"] = f"cut from other weights ({proof.meta.get('variant')})"
+        return found
+    report = prove(folder, inspect(folder, proof.listing, proof, rehash), proof, 1)
+    if not report.complete or [spec.name for spec in proof.listing] != [item["file_name"]]:
+        found["why"] = "; ".join(why for _spec, why in report.wrong) or "not the file of the plan"
+        return found
+    size = int(item.get("size") or 0)
+    if size and proof.listing[0].size != size:
+        found["why"] = f"{proof.listing[0].size} bytes instead of the plan's {size}"
+        return found
+    try:
+        check_frame(folder / item["file_name"], rows=rehash)
+    except (TreeError, OSError) as exc:
+        found["why"] = str(exc)
+        return found
+    found.update(present=True, why="", files=[spec.as_dict() for spec in proof.listing])
+    return found
+
+
+def available_memory() -> int:
+    """MemAvailable in bytes."""
+    for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise TreeError("/proc/meminfo has no MemAvailable")
+
+
+class Tools:
+    """The engine's own tools in containers without network."""
+
+    def __init__(self, params: dict[str, Any]) -> None:
+        self._params = params
+        self._api = DockerApi(params["docker_socket"])
+
+    def need_image(self) -> None:
+        """Refuse when the engine image is not here."""
+        try:
+            self._api.image_inspect(self._params["image"])
+        except DockerNotFound as exc:
+            raise TreeError(
+                f"the engine image {self._params['image'] or '(none named)'} is not on this node; run the "
+                "image "
+                "role first"
+            ) from exc
+
+    def run(self, purpose: str, argv: list[str], binds: list[str], hear: Any = None) -> tuple[int, str, str]:
+        """(exit code, stdout, stderr) of one tool. The name is fixed: a leftover of a dead run is replaced."""
+        name = f"sparkfleet-{purpose}"
+        self._api.container_remove(name, force=True)
+        spec = {
+            "Image": self._params["image"],
+            "Entrypoint": argv[:1],
+            "Cmd": argv[1:],
+            "User": "0:0",
+            "Labels": {HELPER_LABEL: purpose},
+            "HostConfig": {
+                "NetworkMode": "none",
+                "Binds": binds,
+                "CapDrop": ["ALL"],
+                "SecurityOpt": ["no-new-privileges"],
+                "ReadonlyRootfs": True,
+                "Tmpfs": {"/tmp": "rw,mode=1777"},  # noqa: S108 - inside the container
+            },
+        }
+        code, out, err = self._api.run(name, spec, hear)
+        return code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
+
+    def index(self, item: Rank) -> str:
+        """The file name that the engine's tool would give, by ``--index-only`` through a pipe."""
+        digest = hashlib.sha256()
+
+        def hear(kind: int, data: bytes) -> None:
+            if kind == 1:
+                digest.update(data)
+
+        argv = [self._params["tool"], "/model", "/out", str(item["rank"]), str(self._params["world"])]
+        code, _out, err = self.run(
+            f"rank-index-{item['rank']}",
+            [*argv, *self._params["flags"], "--index-only"],
+            [f"{self._params['model_dir']}:/model:ro"],
+            hear,
+        )
+        if code != 0:
+            raise TreeError(f"{self._params['tool']} refuses the checkpoint: {explain(err, code)}")
+        return f"rank{item['rank']}of{self._params['world']}-{digest.hexdigest()[:20]}.bin"
+
+    def write(self, item: Rank, out: Path) -> None:
+        """Write one rank file into an empty directory."""
+        argv = [self._params["tool"], "/model", "/out", str(item["rank"]), str(self._params["world"])]
+        code, _out, err = self.run(
+            f"rank-file-{item['rank']}",
+            [*argv, *self._params["flags"]],
+            [f"{self._params['model_dir']}:/model:ro", f"{out}:/out"],
+        )
+        if code != 0:
+            raise TreeError(f"{self._params['tool']} failed for rank {item['rank']}: {explain(err, code)}")
+
+    def token_map(self, out: Path) -> None:
+        """Write the token map."""
+        code, stdout, err = self.run(
+            "token-map",
+            ["python3", self._params["token_map_tool"], "/model", f"/out/{out.name}"],
+            [f"{self._params['model_dir']}:/model:ro", f"{out.parent}:/out"],
+        )
+        if code != 0:
+            raise TreeError(f"the token map tool ended with {code}: {(err or stdout).strip()[-300:]}")
+        check_token_map(out)
+
+
+def check_token_map(path: Path) -> None:
+    """A JSON list of integers, not empty (what the engine reads)."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as exc:
+        raise TreeError(f"{path} is not a token map: {exc}") from exc
+    if not isinstance(raw, list) or not raw or not all(type(item) is int for item in raw):
+        raise TreeError(f"{path} is not a token map: a list of integers is needed; remove it and run again")
+
+
+def make_rank(tools: Tools, item: Rank, params: dict[str, Any], progress: Progress) -> None:
+    """One rank file: name agreed with the plan, written aside, framed right, hashed, placed."""
+    folder = rank_dir(item)
+    wanted = item["file_name"]
+    found = tools.index(item)
+    if found != wanted:
+        raise TreeError(
+            f"the engine's tool would write {found}, the plan expects {wanted}: checkpoint, flags and plan "
+            "do not "
+            "belong together. Make the model lock for this revision again, or correct the engine's flags"
+        )
+    own_parents(folder.parent)
+    size = int(item.get("size") or 0)
+    refuse_space(folder, size, params["reserve_bytes"], f"rank file {wanted}")
+    memory = available_memory()
+    if memory < params["min_available_bytes"]:
+        raise TreeError(
+            f"writing a rank file needs {human(params['min_available_bytes'])} of memory, {human(memory)} "
+            "are "
+            "available; stop what uses it or wait"
+        )
+    out = partial_path(folder)
+    shutil.rmtree(out, ignore_errors=True)  # the tool refuses a directory with leftovers of the same rank
+    out.mkdir(mode=0o755)
+    try:
+        progress.step(f"rank file {item['rank']}", size)
+        with SizeWatch(out, 0, progress.set):
+            tools.write(item, out)
+        path = out / wanted
+        if not path.is_file():
+            raise TreeError(f"the tool ended well but {wanted} is not there: {sorted(os.listdir(out))}")
+        check_frame(path)
+        progress.step(f"proof of rank file {item['rank']}", path.stat().st_size)
+        path.chmod(0o644)
+        sha256, _blob = digest_file(path, path.stat().st_size, False, progress.add)
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    info = path.stat()
+    if folder.exists():
+        shutil.rmtree(folder)
+    spec = FileSpec(wanted, info.st_size, sha256)
+    write_proof(
+        proof_path(folder),
+        Proof(
+            {wanted: Seen.of(info, sha256)}, (spec,), {"variant": params["variant"], "image": params["image"]}
+        ),
+    )
+    place(out, folder)
+
+
+def make_token_map(tools: Tools, target: Path) -> None:
+    """The token map, written aside and placed."""
+    own_parents(target.parent)
+    work = target.parent / f".{target.name}.partial"
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(mode=0o755)
+    try:
+        tools.token_map(work / target.name)
+        (work / target.name).chmod(0o644)
+        (work / target.name).replace(target)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def release(params: dict[str, Any]) -> None:
+    """Remove rank files that were made here for another node."""
+    for item in params["ranks"]:
+        folder = rank_dir(item)
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(partial_path(folder), ignore_errors=True)
+        with contextlib.suppress(OSError):
+            proof_path(folder).unlink()
+
+
+def main() -> None:
+    """Entry point."""
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "choices": ["compared", "present", "released"], "default": "present"},
+            "ranks": {"type": "list", "elements": "dict", "default": []},
+            "world": {"type": "int", "default": 2},
+            "flags": {"type": "list", "elements": "str", "default": []},
+            "variant": {"type": "str", "default": ""},
+            "model_dir": {"type": "path", "default": ""},
+            "token_map": {"type": "path", "default": ""},
+            "image": {"type": "str", "default": ""},
+            "tool": {"type": "str", "default": "tf-dsv41-rank-cache"},
+            "token_map_tool": {"type": "str", "default": "/opt/tensorfold/tools/make_token_map.py"},
+            "min_available_bytes": {"type": "int", "default": 5 << 30},
+            "reserve_bytes": {"type": "int", "default": 5_000_000_000},
+            "rehash": {"type": "bool", "default": False},
+            "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
+            "docker_socket": {"type": "path", "default": "/var/run/docker.sock"},
+            "progress_file": {"type": "path", "default": ""},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    progress = Progress(Path(params["progress_file"]) if params["progress_file"] else None, "compare", 0)
+    token_map = Path(params["token_map"]) if params["token_map"] else None
+    before = []
+    try:
+        if params["state"] == "released":
+            if not module.check_mode:
+                release(params)
+            module.exit_json(changed=False, ranks=[], token_map_present=False, needed=False)
+        ranks = [look(item, params["variant"], params["rehash"]) for item in params["ranks"]]
+        map_there = token_map is None or token_map.is_file()
+        if token_map is not None and map_there:
+            check_token_map(token_map)
+        missing = [item for item, state in zip(params["ranks"], ranks) if not state["present"]]
+        needed = bool(missing) or not map_there
+        before = [state["file"] for state in ranks if state["present"]]
+        before += [str(token_map)] if token_map is not None and map_there else []
+        changed = needed and params["state"] == "present"
+        if changed and not module.check_mode:
+            tools = Tools(params)
+            tools.need_image()
+            own_parents(lock_dir(params["data_dir"]))
+            with exclusive(lock_dir(params["data_dir"]) / "rank-inputs", "rank files"):
+                if token_map is not None and not map_there:
+                    make_token_map(tools, token_map)
+                for item in missing:
+                    make_rank(tools, item, params, progress)
+            ranks = [look(item, params["variant"], False) for item in params["ranks"]]
+            map_there = True
+            bad = [f"{state['file']}: {state['why']}" for state in ranks if not state["present"]]
+            if bad:
+                raise TreeError("made, but not right: " + "; ".join(bad))
+    except (TreeError, DockerError, OSError) as exc:
+        refusal(module, exc)
+    finally:
+        progress.close()
+    after = [state["file"] for state in ranks] + ([str(token_map)] if token_map is not None else [])
+    module.exit_json(
+        changed=changed,
+        needed=needed,
+        ranks=ranks,
+        token_map_present=map_there,
+        diff={
+            "before_header": "rank inputs",
+            "after_header": "rank inputs",
+            "before": "".join(f"{name}\n" for name in before),
+            "after": "".join(f"{name}\n" for name in after),
+        }
+        if changed
+        else {},
+    )
+
+
+if __name__ == "__main__":
+    main()

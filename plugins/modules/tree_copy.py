@@ -1,0 +1,237 @@
+#!/usr/bin/python
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Make a tree of files here equal to a manifest, from another node over the fabric."""
+
+from __future__ import annotations
+
+DOCUMENTATION = r"""
+module: tree_copy
+short_description: A proven copy of a tree from another node
+description:
+  - Compares a directory with a manifest and brings what is missing from a share that
+    M(sparkfleet.serving.fabric_share) opened on another node.
+  - Several files at once; a killed copy resumes; every file is proven by sha256; the directory gets its final
+    name only when all of it is proven.
+author: The sparkfleet founders (@sparkfleet)
+version_added: 1.0.0
+options:
+  state:
+    description:
+      - V(compared) only looks and never changes anything.
+      - V(present) brings what is missing.
+    type: str
+    choices: [compared, present]
+    default: present
+  dest:
+    description: Directory that will hold exactly these files.
+    type: path
+    required: true
+  files:
+    description: The manifest, a list of C(name), C(size) and C(sha256) (or C(blob_id)).
+    type: list
+    elements: dict
+    required: true
+  source:
+    description: C(address), C(port) and C(folder) of the share. Needed for V(present) outside check mode.
+    type: dict
+    default: {}
+  data_dir:
+    description: Data directory of sparkfleet, for lock files.
+    type: path
+    default: /var/lib/sparkfleet
+  parallel:
+    description: Files at once.
+    type: int
+    default: 4
+  rate_limit_kib:
+    description: Bound of one file's rate in KiB/s, to spare a link that also serves. 0 is no bound.
+    type: int
+    default: 0
+  rehash:
+    description: Read every byte again instead of trusting what was proven before.
+    type: bool
+    default: false
+  reserve_bytes:
+    description: Bytes that must stay free on the filesystem.
+    type: int
+    default: 5000000000
+  progress_file:
+    description: Where to write progress for a watcher. Empty writes none.
+    type: path
+    default: ""
+attributes:
+  check_mode:
+    description: Says how many files and bytes would come; opens no connection.
+    support: full
+  diff_mode:
+    description: The proven files before and after.
+    support: full
+"""
+
+EXAMPLES = r"""
+- name: Engram tables from the head
+  sparkfleet.serving.tree_copy:
+    dest: /var/lib/sparkfleet/engram/deepseek-ai--DeepSeek-V4.1-Flash/dba1be0a40aa45a94ad051997016db3960a90277
+    files: "{{ hostvars['spark-1'].__engram_fetch.files }}"
+    source: {address: 10.77.0.1, port: 29873}
+"""
+
+RETURN = r"""
+complete:
+  description: Every file is there and proven.
+  type: bool
+  returned: always
+needed:
+  description: Something has (after V(present), had) to be brought.
+  type: bool
+  returned: always
+files_needed:
+  description: Files that were (check mode, would be) copied.
+  type: int
+  returned: always
+bytes_needed:
+  description: Their bytes.
+  type: int
+  returned: always
+seconds:
+  description: How long the copy with its proof took.
+  type: float
+  returned: when something was copied
+"""
+
+import hashlib
+import time
+from pathlib import Path
+
+from ansible.module_utils.basic import AnsibleModule
+
+from ..module_utils.fabric_copy import SizeWatch, parse_source, pull, runner
+from ..module_utils.tree import (
+    Progress,
+    TreeError,
+    exclusive,
+    inspect,
+    manifest_digest,
+    open_for_work,
+    parse_files,
+    partial_path,
+    place,
+    proof_path,
+    prove,
+    read_proof,
+    refuse_foreign,
+    refuse_space,
+    write_proof,
+)
+from ..module_utils.weights_module import (
+    lock_dir,
+    movement,
+    need_tool,
+    own_parents,
+    refusal,
+    summary,
+    tree_diff,
+)
+
+
+def main() -> None:
+    """Entry point."""
+    module = AnsibleModule(
+        argument_spec={
+            "state": {"type": "str", "choices": ["compared", "present"], "default": "present"},
+            "dest": {"type": "path", "required": True},
+            "files": {"type": "list", "elements": "dict", "required": True},
+            "source": {"type": "dict", "default": {}},
+            "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
+            "parallel": {"type": "int", "default": 4},
+            "rate_limit_kib": {"type": "int", "default": 0},
+            "rehash": {"type": "bool", "default": False},
+            "reserve_bytes": {"type": "int", "default": 5_000_000_000},
+            "progress_file": {"type": "path", "default": ""},
+        },
+        supports_check_mode=True,
+    )
+    params = module.params
+    root = Path(params["dest"])
+    progress = Progress(Path(params["progress_file"]) if params["progress_file"] else None, "compare", 0)
+    seconds = 0.0
+    try:
+        files = parse_files(params["files"])
+        if not files:
+            raise TreeError(f"the manifest of {root} is empty: nothing could be proven")
+        proof = read_proof(proof_path(root))
+        here = root if root.exists() else partial_path(root)
+        report = inspect(here, files, proof, params["rehash"])
+        warnings = refuse_foreign(root, report.foreign) if root.exists() else []
+        fresh = bool(report.unproven) or manifest_digest(proof.listing) != manifest_digest(files)
+        if root.exists():
+            progress.step("proof", sum(item.size for item in report.unproven))
+            prove(root, report, proof, params["parallel"], progress.add)
+        before = report
+        needed = not (report.complete and root.exists())
+        proof.listing = files
+        changed = needed and params["state"] == "present"
+        if needed:
+            refuse_space(root, report.needed_bytes - report.resumable, params["reserve_bytes"], str(root))
+        if changed and not module.check_mode:
+            source = parse_source(params["source"])
+            rsync = need_tool("rsync", "rsync")
+            lock = (
+                lock_dir(params["data_dir"]) / f"copy-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}"
+            )
+            own_parents(lock.parent)
+            started = time.monotonic()
+            with exclusive(lock, str(root)) as handle:
+                own_parents(root.parent)
+                work = open_for_work(root)
+                report = inspect(work, files, proof)
+                refuse_foreign(work, report.foreign)
+                prove(work, report, proof, params["parallel"])
+                progress.step(f"copy from {source.address}", report.needed_bytes)
+                base = sum(item.size for item in report.proven)
+                try:
+                    with SizeWatch(work, base, progress.set):
+                        pull(
+                            rsync,
+                            source,
+                            work,
+                            report.needed,
+                            proof,
+                            run=runner(handle),
+                            parallel=params["parallel"],
+                            limit_kib=params["rate_limit_kib"],
+                        )
+                finally:
+                    write_proof(proof_path(root), proof)
+                report = inspect(work, files, proof)
+                if not report.complete:
+                    raise TreeError(f"{root} is not whole after the copy: {summary(report)}")
+                place(work, root)
+            seconds = time.monotonic() - started
+        if not module.check_mode and root.exists() and (changed or fresh) and params["state"] == "present":
+            write_proof(proof_path(root), proof)
+        elif not module.check_mode and report.complete and fresh and root.exists():
+            write_proof(proof_path(root), proof)  # a proof is knowledge, not a change of the node's files
+    except (TreeError, OSError) as exc:
+        refusal(module, exc)
+    finally:
+        progress.close()
+    for text in warnings:
+        module.warn(text)
+    result = summary(before)
+    result.update(
+        changed=changed,
+        complete=report.complete and root.exists(),
+        needed=needed,
+        path=str(root),
+        diff=tree_diff(root, before) if changed else {},
+    )
+    if needed:
+        result["msg"] = movement("copy", before, root)
+    if seconds:
+        result["seconds"] = round(seconds, 2)
+    module.exit_json(**result)
+
+
+if __name__ == "__main__":
+    main()
