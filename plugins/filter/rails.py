@@ -18,7 +18,7 @@ def _members(value: Any) -> list[Mapping[str, Any]]:
     return list(value)
 
 
-def replica_refusals(members: Any) -> list[dict[str, str]]:
+def replica_refusals(members: Any) -> list[dict[str, Any]]:
     """What is wrong with the inventory itself; see rails.replica_refusals."""
     return [item.as_dict() for item in rails.replica_refusals(_members(members))]
 
@@ -42,9 +42,9 @@ def rail_plan(
     return found
 
 
-def rail_refusals(members: Any, probes: Mapping[str, Any]) -> list[dict[str, str]]:
+def rail_refusals(members: Any, probes: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Why a rail plan cannot be made on the nodes as they are."""
-    found: list[dict[str, str]] = []
+    found: list[dict[str, Any]] = []
     for group in _by_replica(members):
         found += [item.as_dict() for item in rails.plan_rails(group, probes)[1]]
     return found

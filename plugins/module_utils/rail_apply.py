@@ -288,7 +288,7 @@ class RailNode:
             if master:
                 raise ApplyError(
                     f"{name} is part of {master}",
-                    wanted="two separate rails: RDMA goes past a bond, and a bond of the halves gains nothing",
+                    wanted="two separate rails: RDMA goes past a bond, which gains nothing",
                     remedy=f"remove {master} from the network configuration of the node",
                 )
         if renderer == "auto":
@@ -362,7 +362,9 @@ class RailNode:
                     or made["mtu"] != plan.mtu
                     or made["dhcp"] != "no"
                 ):
-                    return f"netplan would give {half.netdev} {found}, wanted {one.address}, mtu {plan.mtu}, no DHCP"
+                    return (
+                        f"netplan gives {half.netdev} {found}, wanted {one.address}, mtu {plan.mtu}, no DHCP"
+                    )
         return None
 
     def owned_ranks(self) -> list[str]:
@@ -457,7 +459,8 @@ class RailNode:
         saved.mkdir(mode=0o700)
         lines = [
             "#!/bin/sh",
-            "# Brings back the network that was there before the rails were changed. Written by sparkfleet.serving,",
+            "# Brings back the network from before the last change of the rails. Written by "
+            "sparkfleet.serving,",
             "# run by a timer unless the change was confirmed by all peers.",
             "export LC_ALL=C PATH=/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
         ]
@@ -489,7 +492,8 @@ class RailNode:
             lines += [f"ip address replace {shlex.quote(cidr)} dev {quoted}" for cidr in row["addresses"]]
         lines += [f"ip link set dev {shlex.quote(name)} down" for name in self.raised]
         lines.append(
-            f"mv -f -- {shlex.quote(str(self.marker))} {shlex.quote(str(self.state_dir / 'rolled-back.json'))}"
+            f"mv -f -- {shlex.quote(str(self.marker))} "
+            f"{shlex.quote(str(self.marker.with_name('rolled-back.json')))}"
         )
         script = saved / "rollback.sh"
         script.write_text("\n".join(lines) + "\n", encoding="utf-8")

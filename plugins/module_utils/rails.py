@@ -54,10 +54,10 @@ class Refusal:
     found: str
     wanted: str
     remedy: str
-    warn: str = ""
+    warnable: bool = False
     level: str = "fail"
 
-    def as_dict(self) -> dict[str, str]:
+    def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
 
@@ -351,7 +351,7 @@ def _shape(replica: str, group: list[Member]) -> list[Refusal]:
                     f"{len(member.rails)} rails",
                     "2: both halves of the cable, or half of its bandwidth is lost",
                     "set two entries in sparkfleet_rails",
-                    warn="preflight_allow_single_rail",
+                    warnable=True,
                 )
             )
     return found

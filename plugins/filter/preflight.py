@@ -1,0 +1,49 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Filters of the role preflight. The pure code is plugins/module_utils/preflight.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ansible.errors import AnsibleFilterError
+from ansible_collections.sparkfleet.serving.plugins.module_utils import preflight as core
+
+
+def _report(rows: Sequence[core.Refusal]) -> dict[str, Any]:
+    return {
+        "failed": any(item.level == "fail" for item in rows),
+        "rows": [item.as_dict() for item in rows],
+        "table": core.table(rows),
+        "json": core.as_json(rows),
+    }
+
+
+def _options(raw: Mapping[str, Any]) -> core.Options:
+    try:
+        return core.Options.of(raw)
+    except (TypeError, ValueError) as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+def preflight_inventory(members: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
+    """{failed, rows, table, json} of the inventory alone, before any node is asked."""
+    chosen = _options(options)
+    return _report(core.soften(core.inventory_refusals(list(members), chosen), chosen.warn))
+
+
+def preflight_report(
+    members: Sequence[Mapping[str, Any]], seen: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """{failed, rows, table, json} of everything. `seen` is {node: {probe?, message?, sudo?}}."""
+    probes = {name: row["probe"] for name, row in seen.items() if row.get("probe")}
+    messages = {name: str(row.get("message") or "") for name, row in seen.items()}
+    sudo = {name: str(row["sudo"]) for name, row in seen.items() if row.get("sudo")}
+    return _report(core.judge(list(members), probes, _options(options), messages, sudo))
+
+
+class FilterModule:
+    """Filters of the role preflight."""
+
+    def filters(self) -> dict[str, Any]:
+        return {"preflight_inventory": preflight_inventory, "preflight_report": preflight_report}

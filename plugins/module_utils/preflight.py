@@ -1,0 +1,671 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""Everything that speaks against starting, as data: from the inventory alone, from each node, and from
+comparing the
+nodes of a replica. Pure; the probes are plain dicts from `spark_probe`. docs/preflight.md explains every
+check id.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from . import rails
+from .rails import Refusal
+
+GIB = 1024**3
+
+#: Kernels that must not run, with the reason (hosts.md 3.4, field-problems B48 and B53).
+DENIED_KERNELS = (
+    (
+        r"^6\.17\.0-1008-nvidia",
+        "panics, then fails at each boot (DOE mailbox)",
+        "a newer 6.17 kernel, after a cold drain",
+    ),
+)
+#: Kernels that are good only with kho=off: kexec handover takes memory as CMA and breaks RDMA registration.
+KHO_KERNELS = (r"^7\.0\.0-1019-nvidia", r"^7\.0\.0-31-generic")
+KHO_REMEDY = (
+    "install nvidia-spark-grub-kho (or put kho=off into /etc/default/grub.d and run update-grub) and restart "
+    "one node "
+    "at a time, or boot 6.17.0-1032-nvidia"
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the role wants. Sizes are bytes. An empty value means: not judged."""
+
+    architecture: str = "aarch64"
+    known_engines: tuple[str, ...] = ()
+    pins: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    warn: tuple[str, ...] = ()
+    start: bool = True
+    min_available_bytes: int = 0
+    ports: tuple[int, ...] = ()
+    container_name: str = ""
+    disk_needs: tuple[Mapping[str, Any], ...] = ()
+    local_paths: tuple[str, ...] = ()
+    takeover: bool = False
+
+    @classmethod
+    def of(cls, raw: Mapping[str, Any]) -> Options:
+        """Raises ValueError for a key that does not exist."""
+        unknown = set(raw) - set(cls.__dataclass_fields__)
+        if unknown:
+            raise ValueError(f"unknown preflight option {', '.join(sorted(unknown))}")
+        values = dict(raw)
+        for key in ("known_engines", "warn", "disk_needs", "local_paths"):
+            if key in values:
+                values[key] = tuple(values[key])
+        if "ports" in values:
+            values["ports"] = tuple(int(port) for port in values["ports"])
+        return cls(**values)
+
+
+def size(count: int | None) -> str:
+    return "unknown" if count is None else f"{count / GIB:.1f} GiB"
+
+
+# --- the inventory
+
+
+def inventory_refusals(members: Sequence[Mapping[str, Any]], options: Options) -> list[Refusal]:
+    """Before any node is asked."""
+    found = rails.replica_refusals(members)
+    for row in members:
+        engine = str(row.get("engine") or "")
+        if options.known_engines and engine not in options.known_engines:
+            found.append(
+                Refusal(
+                    "engine-unknown",
+                    str(row["name"]),
+                    f"engine {engine}",
+                    ", ".join(sorted(options.known_engines)),
+                    "correct sparkfleet_engine, or add a profile in roles/ranks/vars/engines",
+                )
+            )
+    for name, pin in sorted(options.pins.items()):
+        if not str(pin.get("value") or "").strip():
+            found.append(
+                Refusal(
+                    "pin-unset",
+                    "inventory",
+                    f"{name} is not set",
+                    "a pinned value; none is invented here",
+                    str(pin.get("where_to_get") or "see docs/pins.md"),
+                )
+            )
+    return found
+
+
+# --- one node
+
+
+def owned_running(probe: Mapping[str, Any]) -> list[str]:
+    """Names of our rank containers that run on the node."""
+    return [
+        str(row["name"])
+        for row in (probe.get("docker") or {}).get("containers") or []
+        if row.get("owned") and row.get("state") == "running"
+    ]
+
+
+def kho_picture(memory: Mapping[str, Any]) -> str:
+    """Which of the three recorded pictures /proc/meminfo shows.
+
+    healthy (6.17: CmaTotal 128 MiB, CmaFree below it), repaired (7.0 with kho=off: both 0), broken (CmaTotal
+    0 and
+    CmaFree above it), or unknown. CmaTotal 0 alone condemns repaired boxes.
+    """
+    total, free = memory.get("cma_total_bytes"), memory.get("cma_free_bytes")
+    if total is None or free is None:
+        return "unknown"
+    if free > total:
+        return "broken"
+    return "repaired" if total == 0 else "healthy"
+
+
+def _kernel(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
+    found = []
+    kernel = probe.get("kernel") or {}
+    release, cmdline = str(kernel.get("release") or ""), str(kernel.get("cmdline") or "")
+    memory = probe.get("memory") or {}
+    picture = kho_picture(memory)
+    needs_off = (
+        any(re.match(pattern, release) for pattern in KHO_KERNELS) and "kho=off" not in cmdline.split()
+    )
+    if picture == "broken" or needs_off:
+        cma = "CmaTotal {} kB, CmaFree {} kB".format(
+            *(
+                value // 1024 if value is not None else "unknown"
+                for value in (memory.get("cma_total_bytes"), memory.get("cma_free_bytes"))
+            )
+        )
+        found.append(
+            Refusal(
+                "kernel-kho",
+                node,
+                f"{release or 'kernel unknown'} without kho=off; {cma}",
+                "no kexec handover: it holds memory as CMA and RDMA registration fails",
+                KHO_REMEDY,
+            )
+        )
+    for pattern, why, remedy in DENIED_KERNELS:
+        if re.match(pattern, release):
+            found.append(Refusal("kernel-denied", node, f"{release}: {why}", remedy, "install it, restart"))
+    following = kernel.get("next_boot") or {}
+    ahead = str(following.get("release") or "")
+    if ahead and ahead != release:
+        bad = any(re.match(pattern, ahead) for pattern in KHO_KERNELS) and "kho=off" not in str(
+            following.get("cmdline")
+        )
+        bad = bad or any(re.match(pattern, ahead) for pattern, _why, _remedy in DENIED_KERNELS)
+        found.append(
+            Refusal(
+                "kernel-next-boot",
+                node,
+                f"runs {release}, the next boot takes {ahead}",
+                "the kernel that is tested",
+                KHO_REMEDY
+                if bad
+                else "restart at a time of your choice, or set the GRUB default and hold it",
+                warnable=True,
+                level="fail" if bad else "warn",
+            )
+        )
+    return found
+
+
+def _privilege(node: str, probe: Mapping[str, Any], sudo_message: str) -> list[Refusal]:
+    if sudo_message:
+        return [
+            Refusal(
+                "sudo",
+                node,
+                sudo_message,
+                "root by sudo, with or without a password",
+                "pass --ask-become-pass, or allow sudo without a password",
+            )
+        ]
+    missing = [f"{row['what']} ({row['need']})" for row in probe.get("missing_privileges") or []]
+    if missing:
+        return [
+            Refusal(
+                "not-read",
+                node,
+                "not readable: " + "; ".join(missing),
+                "a probe as root",
+                "let the probe become root",
+                level="warn",
+            )
+        ]
+    return []
+
+
+def _machine(node: str, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    found = []
+    arch = (probe.get("os") or {}).get("arch")
+    if options.architecture and arch and arch != options.architecture:
+        found.append(
+            Refusal(
+                "architecture",
+                node,
+                str(arch),
+                options.architecture,
+                "a DGX Spark, or set preflight_architecture",
+            )
+        )
+    gpu = probe.get("gpu") or {}
+    if gpu and not gpu.get("present"):
+        found.append(
+            Refusal(
+                "gpu",
+                node,
+                str(gpu.get("reason") or "no GPU"),
+                "a GB10 that answers nvidia-smi",
+                "check the driver (nvidia-smi); after a hang restart the node",
+            )
+        )
+    for label in probe.get("timeouts") or []:
+        found.append(
+            Refusal(
+                "timeout",
+                node,
+                f"no answer in time: {label}",
+                "an answer",
+                "look at the node: something hangs",
+                level="warn",
+            )
+        )
+    # Only compute processes count: GPU utilisation comes from a desktop too.
+    foreign = [str(row["name"]) for row in gpu.get("processes") or []]
+    if foreign and not owned_running(probe):
+        found.append(
+            Refusal(
+                "gpu-busy",
+                node,
+                f"GPU used by {', '.join(sorted(set(foreign)))}",
+                "a GPU that nobody else uses",
+                "stop these processes: memory is shared with the CPU",
+                warnable=True,
+            )
+        )
+    return found
+
+
+def _docker(node: str, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    state = probe.get("docker")
+    if state is None:
+        return []
+    if state.get("denied"):
+        return [
+            Refusal(
+                "docker-denied",
+                node,
+                "the Docker socket refuses this account",
+                "an answer",
+                "let the probe become root; what runs there is not known",
+            )
+        ]
+    if not state.get("known"):
+        return [
+            Refusal(
+                "docker",
+                node,
+                f"Docker does not answer ({state.get('reason')})",
+                "a running Docker engine",
+                "DGX OS ships it: systemctl status docker",
+            )
+        ]
+    found = []
+    for row in state.get("containers") or []:
+        if options.container_name and row.get("name") == options.container_name and not row.get("owned"):
+            found.append(
+                Refusal(
+                    "container-name",
+                    node,
+                    f"a container {row['name']} ({row.get('state')}) that is not ours",
+                    "a free name",
+                    "stop and rename it, or adopt it with playbooks/adopt.yml",
+                )
+            )
+    return found
+
+
+def _ports(node: str, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    if owned_running(probe):
+        return []  # our own ranks listen there
+    found = []
+    for port in options.ports:
+        rows = [row for row in probe.get("listeners") or [] if row.get("port") == port]
+        if rows:
+            who = ", ".join(
+                sorted({f"{row.get('process') or 'a process'} (pid {row.get('pid') or '?'})" for row in rows})
+            )
+            found.append(
+                Refusal(
+                    "port",
+                    node,
+                    f"{port} is taken by {who}",
+                    f"{port} free",
+                    "stop it, or choose another port; Jupyter takes 8888 by default",
+                    warnable=True,
+                )
+            )
+    return found
+
+
+def _memory(node: str, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    if not options.start or not options.min_available_bytes or owned_running(probe):
+        return []
+    memory = probe.get("memory") or {}
+    available = memory.get("available_bytes")
+    if available is None or available >= options.min_available_bytes:
+        return []
+    unaccounted = memory.get("unaccounted_bytes") or 0
+    remedy = "stop what uses memory (desktop, other models, page cache)"
+    if available + unaccounted >= options.min_available_bytes:
+        remedy = (
+            f"{size(unaccounted)} belong to nobody the kernel can name: the pool that the GPU driver keeps "
+            "after an "
+            "engine stopped. The next engine may reuse it; else restart the node"
+        )
+    return [
+        Refusal(
+            "memory",
+            node,
+            f"{size(available)} available of {size(memory.get('total_bytes'))}",
+            f"{size(options.min_available_bytes)} before a start",
+            remedy,
+            warnable=True,
+        )
+    ]
+
+
+def _disk(node: str, rank: int, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    found = []
+    paths = (probe.get("disk") or {}).get("paths") or {}
+    needs: dict[str, list[tuple[str, int]]] = {}
+    room: dict[str, int] = {}
+    for need in options.disk_needs:
+        if need.get("rank") is not None and int(need["rank"]) != rank:
+            continue
+        row = paths.get(str(need["path"])) or {}
+        if row.get("available_bytes") is None:
+            continue
+        mount = str(row["mountpoint"])
+        needs.setdefault(mount, []).append((str(need.get("what") or need["path"]), int(need["bytes"])))
+        room[mount] = int(row["available_bytes"])
+    for mount, items in sorted(needs.items()):
+        total = sum(count for _what, count in items)
+        if total > room[mount]:
+            what = ", ".join(f"{name} {size(count)}" for name, count in items)
+            found.append(
+                Refusal(
+                    "disk",
+                    node,
+                    f"{mount} has {size(room[mount])} free",
+                    f"{size(total)} ({what})",
+                    "free space there, or move sparkfleet_data_dir to another disk",
+                    warnable=True,
+                )
+            )
+    for path in options.local_paths:
+        row = paths.get(path) or {}
+        if row.get("network"):
+            found.append(
+                Refusal(
+                    "disk-network",
+                    node,
+                    f"{path} is on {row.get('fstype')} ({row.get('mountpoint')})",
+                    "a local disk: the Engram tables are read at random while decoding",
+                    "choose a local directory",
+                )
+            )
+    return found
+
+
+def _killers(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
+    found = []
+    for row in (probe.get("systemd") or {}).get("memory_killers") or []:
+        if row.get("active"):
+            # systemd-oomd is on by default on Ubuntu and only acts on units that ask for it.
+            mild = row["unit"] == "systemd-oomd.service"
+            found.append(
+                Refusal(
+                    "memory-killer",
+                    node,
+                    f"{row['unit']} is active",
+                    "one memory killer only, the guard of this collection",
+                    f"systemctl disable --now {row['unit']}",
+                    warnable=True,
+                    level="warn" if mild else "fail",
+                )
+            )
+    return found
+
+
+def _rails(
+    member: rails.Member, plan: Sequence[rails.RailPlan], probe: Mapping[str, Any], options: Options
+) -> list[Refusal]:
+    """What the planned rails of one node show now."""
+    found = []
+    node = member.name
+    net, rdma = probe.get("net") or {}, probe.get("rdma") or {}
+    netplan = probe.get("netplan") or {}
+    right = True
+    for item in plan:
+        row = net.get(item.netdev) or {}
+        if row.get("master"):
+            found.append(
+                Refusal(
+                    "bond",
+                    node,
+                    f"{item.netdev} is part of {row['master']}",
+                    "two separate rails",
+                    "remove the bond: RDMA goes past it and it gains nothing",
+                )
+            )
+        speed = row.get("speed")
+        if speed and row.get("driver") == rails.MELLANOX_DRIVER and speed < 200000:
+            found.append(
+                Refusal(
+                    "rail-speed",
+                    node,
+                    f"{item.netdev} at {speed} Mb/s",
+                    "200000 Mb/s",
+                    "direct cable: cable or firmware; switch: turn autonegotiation off, force 200G",
+                    warnable=True,
+                    level="warn",
+                )
+            )
+        width = row.get("pci_link_width")
+        if width is not None and width < 4:
+            found.append(
+                Refusal(
+                    "pcie-width",
+                    node,
+                    f"{item.netdev} on PCIe x{width}",
+                    "x4",
+                    "drain the power of the node, reseat",
+                    level="warn",
+                )
+            )
+        here = [str(entry["cidr"]) for entry in row.get("addresses") or [] if entry.get("family") == "inet"]
+        right = right and here == [item.address]
+        files = [
+            str(entry["path"])
+            for kind in ("files", "networkmanager", "networkd")
+            for entry in netplan.get(kind) or []
+            if not entry.get("owned") and item.netdev in (entry.get("netdevs") or [])
+        ]
+        made = (netplan.get("generated") or {}).get(item.netdev) or {}
+        same = (
+            made.get("addresses") == [item.address] and made.get("mtu") == item.mtu and here == [item.address]
+        )
+        if files and not same and not options.takeover:
+            found.append(
+                Refusal(
+                    "netplan-foreign",
+                    node,
+                    f"{item.netdev} ({', '.join(here) or 'no IPv4'}) is configured by " + ", ".join(files),
+                    f"{item.address} by this collection alone",
+                    "remove the rail from these files, or set fabric_takeover: true",
+                )
+            )
+    if right and plan and all(item.hca and (rdma.get(item.hca) or {}).get("gids") for item in plan):
+        try:
+            rails.one_gid_index(
+                [rails.choose_gid(rdma, str(item.hca), item.netdev, item.ip) for item in plan]
+            )
+        except rails.RailError as error:
+            found.append(
+                Refusal(
+                    "gid",
+                    node,
+                    str(error),
+                    "one RoCE v2 index on all rails of the node",
+                    "networkctl reconfigure both rails, or restart the node",
+                    warnable=True,
+                )
+            )
+    return found
+
+
+def node_refusals(
+    member: rails.Member,
+    plan: Sequence[rails.RailPlan],
+    probe: Mapping[str, Any],
+    options: Options,
+    sudo_message: str = "",
+) -> list[Refusal]:
+    node = member.name
+    return [
+        *_privilege(node, probe, sudo_message),
+        *_kernel(node, probe),
+        *_machine(node, probe, options),
+        *_rails(member, plan, probe, options),
+        *_docker(node, probe, options),
+        *_ports(node, probe, options),
+        *_killers(node, probe),
+        *_memory(node, probe, options),
+        *_disk(node, member.rank, probe, options),
+    ]
+
+
+# --- comparing the nodes of a replica
+
+
+def _branch(version: Any) -> str | None:
+    return str(version).split(".", 1)[0] if version else None
+
+
+def parity(replica: str, probes: Mapping[str, Mapping[str, Any]]) -> list[Refusal]:
+    """Two nodes of one replica must be equal in what decides, and should be in the rest (B50)."""
+    if len(probes) < 2:
+        return []
+
+    def values(read: Any) -> dict[str, Any]:
+        return {name: read(probe) for name, probe in probes.items()}
+
+    def swap(probe: Mapping[str, Any]) -> str | None:
+        total = (probe.get("memory") or {}).get("swap_total_bytes")
+        return None if total is None else size(total)
+
+    def firmware(probe: Mapping[str, Any]) -> str | None:
+        seen = sorted({str(row["fw_ver"]) for row in (probe.get("rdma") or {}).values() if row.get("fw_ver")})
+        return ", ".join(seen) or None
+
+    rules: list[tuple[str, str, str, Any]] = [
+        ("parity-architecture", "fail", "architecture", lambda p: (p.get("os") or {}).get("arch")),
+        ("parity-kernel", "fail", "kernel", lambda p: (p.get("kernel") or {}).get("release")),
+        ("parity-driver", "fail", "driver branch", lambda p: _branch((p.get("gpu") or {}).get("driver"))),
+        (
+            "parity-storage",
+            "fail",
+            "Docker storage driver",
+            lambda p: (p.get("docker") or {}).get("storage_driver"),
+        ),
+        ("parity-driver-version", "warn", "driver", lambda p: (p.get("gpu") or {}).get("driver")),
+        ("parity-firmware", "warn", "ConnectX-7 firmware", firmware),
+        ("parity-os", "warn", "DGX OS", lambda p: (p.get("os") or {}).get("dgx_release")),
+        ("parity-bios", "warn", "BIOS", lambda p: (p.get("os") or {}).get("bios_version")),
+        ("parity-swap", "warn", "swap", swap),
+    ]
+    found = []
+    for check, level, what, read in rules:
+        seen = {name: value for name, value in values(read).items() if value is not None}
+        if len(set(seen.values())) > 1:
+            found.append(
+                Refusal(
+                    check,
+                    replica,
+                    f"{what}: " + ", ".join(f"{name} {value}" for name, value in sorted(seen.items())),
+                    f"the same {what} on every node of a replica",
+                    "bring the nodes to one state, one at a time",
+                    warnable=check in ("parity-kernel", "parity-driver", "parity-storage"),
+                    level=level,
+                )
+            )
+    totals = {n: v for n, v in values(lambda p: (p.get("memory") or {}).get("total_bytes")).items() if v}
+    if totals and max(totals.values()) - min(totals.values()) > 0.01 * max(totals.values()):
+        # Two populations exist, 119.6 and 121.7 GiB (a BIOS setting): the budget takes the smaller one.
+        found.append(
+            Refusal(
+                "parity-memory",
+                replica,
+                "memory: " + ", ".join(f"{n} {size(v)}" for n, v in sorted(totals.items())),
+                "the same memory on every node",
+                "compare the display reserve in the BIOS",
+                level="warn",
+            )
+        )
+    return found
+
+
+# --- all of it
+
+
+def judge(
+    members: Sequence[Mapping[str, Any]],
+    probes: Mapping[str, Mapping[str, Any]],
+    options: Options,
+    messages: Mapping[str, str] | None = None,
+    sudo: Mapping[str, str] | None = None,
+) -> list[Refusal]:
+    """Every refusal and warning of every node, worst first. `messages` says why a node gave no probe, `sudo`
+    why root
+    was refused on it."""
+    messages, sudo = messages or {}, sudo or {}
+    found = inventory_refusals(members, options)
+    replicas: dict[str, list[Mapping[str, Any]]] = {}
+    for row in members:
+        replicas.setdefault(str(row.get("replica") or ""), []).append(row)
+    for replica, rows in sorted(replicas.items()):
+        plans, refusals = rails.plan_rails(rows, probes)
+        for item in refusals:
+            told = messages.get(item.node, "") if item.check == "unreachable" else ""
+            found.append(replace(item, found=" ".join(told.split())) if told else item)
+        for row in rows:
+            name = str(row["name"])
+            if name in probes:
+                found += node_refusals(
+                    rails.Member.of(row), plans.get(name, []), probes[name], options, sudo.get(name, "")
+                )
+        found += parity(
+            replica,
+            {str(row["name"]): probes[str(row["name"])] for row in rows if str(row["name"]) in probes},
+        )
+    return soften(found, options.warn)
+
+
+def soften(found: Iterable[Refusal], warn: Sequence[str]) -> list[Refusal]:
+    """Apply preflight_warn. A name in it that may not be softened stays a refusal, and says so."""
+    rows = []
+    for item in found:
+        if item.level != "fail" or item.check not in warn:
+            rows.append(item)
+        elif item.warnable:
+            rows.append(replace(item, level="warn"))
+        else:
+            rows.append(replace(item, remedy=f"{item.remedy} (preflight_warn does not soften this one)"))
+    unique = list(dict.fromkeys(rows))
+    return sorted(
+        unique, key=lambda item: (item.level != "fail", item.check != "sudo", item.node, item.check)
+    )
+
+
+def table(rows: Sequence[Refusal], width: int = 72) -> str:
+    """The report as text, no line longer than `width`: 72 leaves room for the indent that a callback adds."""
+    if not rows:
+        return "preflight: nothing speaks against it"
+    fails = sum(item.level == "fail" for item in rows)
+    lines = [
+        f"preflight: {fails} refusal{'s' * (fails != 1)}, {len(rows) - fails} "
+        f"warning{'s' * (len(rows) - fails != 1)}"
+    ]
+    rule = "-" * width
+    lines.append(rule)
+    for item in rows:
+        head = f"{'REFUSED' if item.level == 'fail' else 'warning'}  {item.check}  "
+        lines += textwrap.wrap(head + item.node, width, subsequent_indent="  ")
+        parts = [("found", item.found), ("wanted", item.wanted), ("remedy", item.remedy)]
+        if item.level == "fail" and item.warnable:
+            parts.append(("or", f"preflight_warn: [{item.check}] makes it a warning"))
+        for label, text in parts:
+            clean = "".join(char if char.isprintable() else " " for char in text)
+            lines += textwrap.wrap(
+                f"{label:>7}  {clean}", width, initial_indent="  ", subsequent_indent=" " * 11
+            )
+    lines.append(rule)
+    return "\n".join(lines)
+
+
+def as_json(rows: Sequence[Refusal]) -> str:
+    failed = any(item.level == "fail" for item in rows)
+    return json.dumps({"failed": failed, "rows": [item.as_dict() for item in rows]}, indent=2, sort_keys=True)
