@@ -225,7 +225,7 @@ def _thinking(body: dict[str, Any], default: bool) -> bool:
             return bool(options[key])
     effort = body.get("reasoning_effort", options.get("reasoning_effort"))
     if effort is not None:
-        return effort != "none"
+        return bool(effort != "none")
     return default
 
 

@@ -1,9 +1,9 @@
 """One rank's share of the model: digests of its weights, Engram rows, RoPE rows; partial results of a step.
 
 The arithmetic is a stand-in, the data flow is not: every step reads rows of both Engram tables (this rank's
-hash columns) and of the RoPE tables, takes in every byte of the rank's weights through digests made at load, and
-is finished only by the sum over all ranks. So a wrong byte on any rank changes the text, and without the other
-rank there is none.
+hash columns) and of the RoPE tables, takes in every byte of the rank's weights through digests made at load,
+and is finished only by the sum over all ranks. So a wrong byte on any rank changes the text, and without the
+other rank there is none. The drafter's weights change how many rounds a reply takes, as with the real engine.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def digest(*parts: bytes) -> bytes:
 
 @dataclass(frozen=True)
 class Weights:
-    """The rank file as loaded: one digest a layer, one for what is outside the layers, one for the drafter."""
+    """The rank file as loaded: one digest a layer, one for what is outside, one for the drafter."""
 
     path: Path
     nbytes: int

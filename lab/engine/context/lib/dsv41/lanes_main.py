@@ -1,4 +1,4 @@
-"""`tf-dsv41-lanes MODEL_DIR CACHE_DIR RANK WORLD MASTER_IP PORT KIT [--option VALUE]...`: a following rank."""
+"""`tf-dsv41-lanes MODEL CACHE_DIR RANK WORLD MASTER_IP PORT KIT [--option VALUE]...`: a following rank."""
 
 from __future__ import annotations
 

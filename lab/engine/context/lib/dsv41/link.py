@@ -16,7 +16,7 @@ HEAD = struct.Struct("<III")  # position, tokens, of them carried
 
 @dataclass(frozen=True)
 class Switches:
-    """What every rank must have been given alike. They never compare it: a difference only shows as a hang."""
+    """What every rank must have been given alike. They never compare it: a difference shows as a hang."""
 
     context: int
     drafts: bool

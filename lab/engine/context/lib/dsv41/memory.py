@@ -66,8 +66,8 @@ def admit(weights: int) -> None:
 def claim(name: str, weights: int, context: int) -> int:
     """Enter this rank's memory into the lab's account, if there is one; the bytes claimed.
 
-    The account is a folder of files `KB NAME`, each held under an exclusive lock by the rank that wrote it: the
-    claim ends with the lock, however the rank ends.
+    The account is a folder of files `KB NAME`, each held under an exclusive lock by the rank that wrote it:
+    the claim ends with the lock, however the rank ends.
     """
     nbytes = weights + POSITION_BYTES * context + RUNTIME_BYTES
     folder = Path(os.environ.get("LAB_MEMORY_DIR", "/run/lab/memory"))

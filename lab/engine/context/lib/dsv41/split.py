@@ -1,7 +1,7 @@
 """Which entries the rank file of one rank holds, in the engine's load order.
 
-World 1 and 2 cut experts by width, heads by column, outputs by row. World 4 is two such pairs: inputs stay cut
-as at world 2 and outputs are cut once more between the pairs, in whole 128-column blocks.
+World 1 and 2 cut experts by width, heads by column, outputs by row. World 4 is two such pairs: inputs stay
+cut as at world 2 and outputs are cut once more between the pairs, in whole 128-column blocks.
 """
 
 from __future__ import annotations

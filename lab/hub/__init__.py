@@ -1,0 +1,1 @@
+"""The lab's stand-in for the Hugging Face Hub."""
