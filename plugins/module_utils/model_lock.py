@@ -479,7 +479,7 @@ def from_directory(directory: os.PathLike[str] | str) -> ModelLock:
 class _Redirects(urllib.request.HTTPRedirectHandler):
     """Follow redirects as urllib does, but never carry the token to another host."""
 
-    def redirect_request(
+    def redirect_request(  # noqa: PLR0917 (urllib's own signature)
         self, req: urllib.request.Request, fp: Any, code: int, msg: str, headers: Any, newurl: str
     ) -> urllib.request.Request | None:
         request = super().redirect_request(req, fp, code, msg, headers, newurl)
@@ -495,7 +495,7 @@ class HubClient:
     hub)."""
 
     def __init__(
-        self, endpoint: str, repo: str, revision: str, token: str = "", timeout: float = 30.0
+        self, endpoint: str, repo: str, revision: str, token: str = "", *, timeout: float = 30.0
     ) -> None:
         self.endpoint = endpoint.rstrip("/")
         if urllib.parse.urlsplit(self.endpoint).scheme not in ("http", "https"):
@@ -765,3 +765,101 @@ def verify_directory(
                     )
                 )
     return problems[:limit]
+
+
+# --- Engram tables
+# -----------------------------------------------------------------------------------------------
+
+_ENGRAM = re.compile(r"^(?:model\.)?layers\.(\d+)\.engram\.embed\.(weight|scale)$")
+
+
+class EngramTables(NamedTuple):
+    """The files that hold Engram tables, and the tables found in their headers: layer to (rows, row
+    bytes)."""
+
+    files: list[LockFile]
+    tables: dict[int, tuple[int, int]]
+    revision: str
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of the files (original shards carry a little more than the tables)."""
+        return sum(item.size for item in self.files)
+
+
+def _tables(headers: list[Header], source: str) -> dict[int, tuple[int, int]]:
+    halves: dict[tuple[int, str], tuple[tuple[int, ...], str]] = {}
+    for header in headers:
+        for name, meta in header.tensors.items():
+            match = _ENGRAM.match(name)
+            if match:
+                halves[int(match[1]), match[2]] = (meta.shape, header.file)
+    found: dict[int, tuple[int, int]] = {}
+    for layer in sorted({layer for layer, _half in halves}):
+        weight, scale = halves.get((layer, "weight")), halves.get((layer, "scale"))
+        if weight is None or scale is None:
+            present = weight or scale
+            raise LockError(
+                "missing-engram",
+                "a table needs weight and scale (the engine says MissingEngramTable)",
+                file=present[1] if present else source,
+                tensor=f"layers.{layer}.engram.embed",
+                found="scale" if weight is None else "weight",
+                wanted="both",
+            )
+        if len(weight[0]) != 2 or len(scale[0]) != 2 or weight[0][0] != scale[0][0]:
+            raise LockError(
+                "bad-engram",
+                "weight and scale differ in rows (the engine says BadEngramTable)",
+                file=weight[1],
+                tensor=f"layers.{layer}.engram.embed",
+                found=f"{list(weight[0])} and {list(scale[0])}",
+            )
+        found[layer] = (weight[0][0], weight[0][1] + scale[0][1])
+    if not found:
+        raise LockError("missing-engram", "no Engram table is there", file=source)
+    return found
+
+
+def engram_from_directory(directory: os.PathLike[str] | str) -> EngramTables:
+    """Engram tables of a folder: every file whose header holds a half of one. Raises LockError."""
+    root = Path(directory)
+    try:
+        names = sorted(path.name for path in root.iterdir() if path.name.endswith(".safetensors"))
+    except OSError as error:
+        raise LockError("missing-folder", f"cannot be listed: {error.strerror}", file=str(root)) from None
+    headers = [read_header(root / name, name) for name in names]
+    chosen = [header for header in headers if any(_ENGRAM.match(name) for name in header.tensors)]
+    files = [LockFile(header.file, header.size) for header in chosen]
+    return EngramTables(files, _tables(chosen, str(root)), "")
+
+
+def engram_from_hub(
+    endpoint: str, repo: str, revision: str, token: str = "", *, timeout: float = 30.0
+) -> EngramTables:
+    """Engram tables of a Hub repository: the index says which shards hold them, their headers how many
+    rows."""
+    client = HubClient(endpoint, repo, revision, token, timeout=timeout)
+    commit, files = client.list_files()
+    if _COMMIT.match(commit):
+        client.revision = commit
+    shards = {
+        item.name: item for item in files if item.name.endswith(".safetensors") and "/" not in item.name
+    }
+    index = next((item for item in files if item.name == "model.safetensors.index.json"), None)
+    names = sorted(shards)
+    if index is not None:
+        document = loads_strict(client.read(index.name, 0, max(1, index.size)), index.name, "the index")
+        weight_map = document.get("weight_map") if isinstance(document, dict) else None
+        if not isinstance(weight_map, dict):
+            raise LockError("bad-index", "has no weight_map", file=index.name)
+        named = {
+            check_file_name(name, index.name) for tensor, name in weight_map.items() if _ENGRAM.match(tensor)
+        }
+        lacking = sorted(named - set(shards))
+        if lacking:
+            raise LockError("missing-file", "the index names it, the server lacks it", file=lacking[0])
+        names = sorted(named)
+    headers = [client.header(name, shards[name].size) for name in names]
+    chosen = [header for header in headers if any(_ENGRAM.match(name) for name in header.tensors)]
+    return EngramTables([shards[h.file] for h in chosen], _tables(chosen, f"{repo}@{revision}"), commit)
