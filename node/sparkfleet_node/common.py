@@ -83,7 +83,9 @@ def until(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
-    """Call ``attempt`` until it does not raise ``Refusal``, at most ``seconds``; then its last one passes on."""
+    """Call ``attempt`` until it does not raise ``Refusal``, at most ``seconds``; then its last one passes
+    on.
+    """
     end = clock() + seconds
     while True:
         try:

@@ -1,7 +1,7 @@
 """Subcommand ``gate``: may the rank of a replica start on this node now?
 
-The agent asks the same before every start, by hand, by Ansible or at boot. A check either holds, does not hold
-yet (worth a bounded wait: rails and memory come late), or never will without somebody's help.
+The agent asks the same before every start, by hand, by Ansible or at boot. A check either holds, does not
+hold yet (worth a bounded wait: rails and memory come late), or never will without somebody's help.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ CLOCK_UNIT = "sparkfleet-gpu-clocks.service"
 
 
 def kernel(host: Host, _docker: DockerApi, _launch: Mapping[str, Any]) -> None:
-    """The kexec handover fault hides about 26 GiB and fails every RDMA registration: CmaTotal 0, CmaFree not."""
+    """The kexec handover fault hides about 26 GiB and fails every RDMA registration: CmaTotal 0, CmaFree
+    not.
+    """
     info = meminfo(host.read("/proc/meminfo") or "")
     if info.get("CmaTotal") == 0 and info.get("CmaFree", 0) > 0:
         raise Refusal(
@@ -144,7 +146,7 @@ def image(_host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> None:
         raise Refusal("Docker does not answer", str(error), "an answer", "systemctl status docker") from error
 
 
-def container(host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> None:
+def container(_host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> None:
     """Nobody else has the container's name."""
     name = launch["container"]["name"]
     view = container_view(docker, name, launch["replica"], launch["install_id"])
@@ -196,7 +198,9 @@ def free_port(address: str, port: int) -> bool:
 
 
 def ports(host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> None:
-    """API and rendezvous port are free on the head; while our own container runs, it is the one that has them."""
+    """API and rendezvous port are free on the head; while our own container runs, it is the one that has
+    them.
+    """
     view = container_view(docker, launch["container"]["name"], launch["replica"], launch["install_id"])
     if view["state"] == "running":
         return

@@ -14,7 +14,8 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api impo
 from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Host
 
 LOG = logging.getLogger(__name__)
-#: Free bytes that stay on the disk of the logs: a log must not fill the disk that Docker needs to stop a rank.
+#: Free bytes that stay on the disk of the logs: a log must not fill the disk that Docker needs to stop a
+#: rank.
 KEEP_FREE = 256 << 20
 
 
@@ -39,12 +40,12 @@ def names(directory: Path, replica: str, rank: int) -> list[Path]:
 
 
 def save(
-    host: Host, docker: DockerApi, container: str, directory: str, replica: str, rank: int, keep: int
+    host: Host, docker: DockerApi, container: str, *, directory: str, replica: str, rank: int, keep: int
 ) -> tuple[str, str]:
     """Save a container's whole log as ``<replica>-YYYYmmdd-HHMMSS-rankN.log.gz`` and drop all but ``keep``.
 
-    :returns: ``(path, warning)``; the path is empty when nothing was saved. Never raises: stopping a rank does
-        not depend on its log. ``keep`` 0 saves none.
+    :returns: ``(path, warning)``; the path is empty when nothing was saved. Never raises: stopping a rank
+    does not depend on its log. ``keep`` 0 saves none.
     """
     if keep <= 0:
         return "", ""

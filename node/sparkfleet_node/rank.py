@@ -2,9 +2,9 @@
 
 Run by ``sparkfleet-rank@<replica>.service`` (Type=notify). In order: the gate; the launch contract of every
 peer; the ranks of earlier waves; the GID index; the container. READY means that the container runs and has
-stayed up for the wave gate's time; that the model answers is asked elsewhere. Then it waits: for the container,
-for SIGTERM, for a peer that is gone. A rank whose peer has ended serves nobody and holds a hundred gigabytes,
-so it ends too; a peer that is merely silent is left alone.
+stayed up for the wave gate's time; that the model answers is asked elsewhere. Then it waits: for the
+container, for SIGTERM, for a peer that is gone. A rank whose peer has ended serves nobody and holds a
+hundred gigabytes, so it ends too; a peer that is merely silent is left alone.
 """
 
 from __future__ import annotations
@@ -19,17 +19,19 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ansible_collections.sparkfleet.serving.plugins.module_utils import peer_wire
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import (
     DockerApi,
     DockerError,
     DockerNotFound,
     DockerUnreachable,
 )
+from ansible_collections.sparkfleet.serving.plugins.module_utils.endpoint import rail_bytes
 from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Host, Refusal
 from ansible_collections.sparkfleet.serving.plugins.module_utils.launch import create_body
 from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_state import container_view, read_json
 
-from . import gate, gid, logs, peer
+from . import gate, gid, logs
 from .common import Status, load_launch, sd_notify, until
 
 LOG = logging.getLogger(__name__)
@@ -67,7 +69,7 @@ class Rank:
         docker: DockerApi,
         launch: Mapping[str, Any],
         *,
-        ask: Callable[..., dict[str, Any]] = peer.ask,
+        ask: Callable[..., dict[str, Any]] = peer_wire.ask,
         every_s: float = PEER_EVERY_S,
     ) -> None:
         self.host = host
@@ -105,7 +107,7 @@ class Rank:
             raise Ended(0, "stopped before the container was created")
 
     def key(self) -> bytes:
-        return peer.read_key(self.host, self.replica)
+        return peer_wire.read_key(self.host, self.replica)
 
     def question(
         self, other: Mapping[str, Any], op: str, body: Mapping[str, Any] | None = None
@@ -115,14 +117,14 @@ class Rank:
             return self.ask(
                 other["addresses"], int(self.launch["peer_port"]), self.key(), self.replica, op, body
             )
-        except peer.PeerUnreachable as error:
+        except peer_wire.PeerUnreachable as error:
             raise Refusal(
                 f"peer {other['name']} (rank {other['rank']}) cannot be reached on the rails",
                 str(error),
                 f"its peer service on {', '.join(other['addresses'])} port {self.launch['peer_port']}",
                 "check the cable, the rails and sparkfleet-peer.service on that node",
             ) from error
-        except peer.PeerRefused as error:
+        except peer_wire.PeerRefused as error:
             raise Refusal(
                 f"peer {other['name']} (rank {other['rank']}) does not accept this node",
                 str(error),
@@ -143,7 +145,7 @@ class Rank:
             self.check_stop()
             if answer["differences"]:
                 raise Refusal(
-                    f"rank {self.rank} and rank {other['rank']} on {other['name']} differ, which hangs without an error",
+                    f"rank {self.rank} and rank {other['rank']} on {other['name']} differ, which would hang",
                     "; ".join(answer["differences"]),
                     "equal launch contracts",
                     "run site.yml for all members of the replica together",
@@ -195,7 +197,12 @@ class Rank:
         for note in ("trip.json",):
             with contextlib.suppress(OSError):
                 self.host.remove(f"/run/sparkfleet/{self.replica}/{note}")
-        self.say("starting", "creating the container", gid_index=index)
+        self.say(
+            "starting",
+            "creating the container",
+            gid_index=index,
+            rail_bytes=rail_bytes(self.host, self.launch),
+        )
         self.container = self.docker.container_create(
             self.launch["container"]["name"], create_body(self.launch, index, devices)
         )
@@ -289,9 +296,10 @@ class Rank:
             if self.gone[number] < PEER_COUNT:
                 continue
             asked = state["phase"] == "stopped" and state.get("exit") == 0
+            how = "was stopped" if asked else "is gone"
             raise Ended(
                 0 if asked else EXIT_PEER_LOST,
-                f"rank {number} on {other['name']} {'was stopped' if asked else 'is gone'}: {state['message']}",
+                f"rank {number} on {other['name']} {how}: {state['message']}",
             )
 
     def watch(self) -> None:
@@ -311,7 +319,13 @@ class Rank:
     def save(self, container: str) -> None:
         where = self.launch["logs"]
         path, warning = logs.save(
-            self.host, self.docker, container, str(where["dir"]), self.replica, self.rank, int(where["keep"])
+            self.host,
+            self.docker,
+            container,
+            directory=str(where["dir"]),
+            replica=self.replica,
+            rank=self.rank,
+            keep=int(where["keep"]),
         )
         if path:
             self.status.values["log"] = path

@@ -8,8 +8,8 @@ node agent reads from ``/etc/sparkfleet/replicas/<replica>/launch.json``.
 Rules that the code enforces:
 
 * An empty value drops its key or flag. ``NCCL_IB_GID_INDEX=""`` would be read as index 0.
-* A shared setting is spelled for every rank and read back from what was rendered; ranks whose logical switches
-  differ are refused, because such a pair hangs without an error.
+* A shared setting is spelled for every rank and read back from what was rendered; ranks whose logical
+switches differ are refused, because such a pair hangs without an error.
 * What is only known on the node at start (the GID index) is written as ``{gid_index}`` and stays out of the
   launch hash, as do log settings, gates and secrets (a keyed digest stands in for a secret).
 """
@@ -283,6 +283,20 @@ PROFILE_SCHEMA: Json = {
                             "match": {"type": "string"},
                             "verdict": {"type": "string", "enum": ["fail", "warn", "evidence"]},
                             "why": {"type": "string"},
+                            "source": {"type": "string"},
+                        },
+                    },
+                },
+                "granted": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["on", "what", "match", "source"],
+                        "properties": {
+                            "on": {"type": "string", "enum": ["head", "workers"]},
+                            "what": {"type": "string"},
+                            "match": {"type": "string"},
                             "source": {"type": "string"},
                         },
                     },
@@ -631,6 +645,11 @@ def build(profile: Mapping[str, Any], given: LaunchInput) -> Json:
         for number, rail in enumerate(rails):
             if not re.fullmatch(r"\d{1,3}(\.\d{1,3}){3}", rail.ip):
                 problems.append(f"{me.name}: rail {number} address {rail.ip!r} is not a numeric IPv4 address")
+            if not rail.netdev or not rail.rdma:
+                problems.append(
+                    f"{me.name}: no {'RDMA device' if rail.netdev else 'interface'} known for rail {number} "
+                    f"({rail.ip}): the rail is not up and no plan names it (ranks_rails)"
+                )
     if not given.image:
         problems.append("image: is empty")
     if problems:
@@ -805,6 +824,7 @@ def build(profile: Mapping[str, Any], given: LaunchInput) -> Json:
         },
         "ports": {
             "api": ports.get("port") if rank == 0 else None,
+            "api_host": values.get("host") if rank == 0 else None,
             "rendezvous": ports.get("master_port") if rank == 0 and world > 1 else None,
         },
         "gates": dict(profile["gates"]),

@@ -220,10 +220,11 @@ EXIT_CODES: dict[str, int] = {
 def decide(members: Sequence[Mapping[str, Any]]) -> Json:
     """What a run has to do with a replica, from the ``planned`` results of all its members in rank order.
 
-    Each entry has ``name``, ``verdict``, ``launch_wanted``, ``launch_now`` (of the running container or None),
-    ``contract`` (the wanted one) and ``changes`` (files that differ).
+    Each entry has ``name``, ``verdict``, ``launch_wanted``, ``launch_now`` (of the running container or
+    None), ``contract`` (the wanted one) and ``changes`` (files that differ).
 
-    :returns: ``problems`` (refuse when not empty), ``restart`` (bool), ``why`` (list of sentences), ``verdict``.
+    :returns: ``problems`` (refuse when not empty), ``restart`` (bool), ``why`` (list of sentences),
+    ``verdict``.
     """
     problems: list[str] = []
     why: list[str] = []
@@ -236,7 +237,7 @@ def decide(members: Sequence[Mapping[str, Any]]) -> Json:
             )
         if member["verdict"] == "foreign":
             problems.append(
-                f"{member['name']}: a container that is not ours has the name {member.get('container_name')}; "
+                f"{member['name']}: a foreign container has the name {member.get('container_name')}; "
                 "wanted: the name free; remedy: remove it, or set ranks_container_name"
             )
     contracts = {str(member["contract"]) for member in members}

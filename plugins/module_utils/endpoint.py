@@ -1,0 +1,310 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""The endpoint of a replica as a client sees it, and what the ranks say about how they run.
+
+``/health`` answers 200 while a rank is dead (field B80), so a replica counts as serving only after a
+generation, and a generation counts only when its text is more than one repeated character.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from .docker_api import DockerApi, DockerError
+from .host_io import Host, Refusal
+from .peer_wire import PeerRefused, PeerUnreachable, ask, read_key
+from .rank_state import agent_view, container_view, install_id
+
+Json = dict[str, Any]
+
+PROMPT = "Count from one to five in words, separated by commas."
+#: Bytes of log that are searched for the transport: its start, where NCCL reports.
+LOG_BYTES = 16 << 20
+
+
+class Endpoint:
+    """An OpenAI-compatible server.
+
+    :param key: API key, sent as a bearer token; never shown.
+    :param timeout: seconds for an ordinary request.
+    """
+
+    def __init__(self, host: str, port: int, key: str = "", timeout: float = 10.0) -> None:
+        self.host, self.port, self.key, self.timeout = host, port, key, timeout
+
+    def request(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, timeout: float | None = None
+    ) -> tuple[int, Any]:
+        """Status and JSON answer (text when it is none). Raises ``OSError`` when nobody answers."""
+        link = http.client.HTTPConnection(
+            self.host, self.port, timeout=self.timeout if timeout is None else timeout
+        )
+        headers = {"Accept": "application/json"}
+        data = None
+        if body is not None:
+            data = json.dumps(body).encode("utf-8")
+            headers["Content-Type"] = "application/json"
+        if self.key:
+            headers["Authorization"] = f"Bearer {self.key}"
+        try:
+            link.request(method, path, data, headers)
+            answer = link.getresponse()
+            text = answer.read(4 << 20).decode("utf-8", "replace")
+            status = answer.status
+        except http.client.HTTPException as error:
+            raise ConnectionError(f"no HTTP answer: {error!r}") from error
+        finally:
+            link.close()
+        try:
+            return status, json.loads(text)
+        except ValueError:
+            return status, text
+
+    def models(self, path: str = "/v1/models") -> list[str]:
+        """The model ids that are served. Raises ``Refusal`` on an error status, ``OSError`` without
+        answer.
+        """
+        status, answer = self.request("GET", path)
+        if status == 401:
+            raise Refusal(
+                "the endpoint wants an API key", "401", "200", "give ranks_api_key or ranks_api_key_file"
+            )
+        if status != 200 or not isinstance(answer, dict):
+            raise Refusal(
+                f"GET {path} failed", f"{status} {str(answer)[:200]}", "200 and a list", "see the log"
+            )
+        return [str(row.get("id")) for row in answer.get("data") or [] if isinstance(row, dict)]
+
+    def health(self, path: str = "/health") -> Json:
+        """The counters; empty when the endpoint has none or does not answer."""
+        try:
+            status, answer = self.request("GET", path)
+        except OSError:
+            return {}
+        return answer if status == 200 and isinstance(answer, dict) else {}
+
+    def chat(self, model: str, prompt: str, max_tokens: int, timeout: float) -> str:
+        """The text of one greedy completion with thinking off.
+
+        :raises Refusal: an error status, a time-out, or a text that is empty or one repeated character
+            (collapsed weights or mismatched files, field "!!!!").
+        """
+        body = {
+            "model": model,
+            "messages": [{"role": "user", "content": prompt}],
+            "temperature": 0,
+            "max_tokens": max_tokens,
+            "chat_template_kwargs": {"enable_thinking": False},
+        }
+        try:
+            status, answer = self.request("POST", "/v1/chat/completions", body, timeout)
+        except TimeoutError as error:
+            raise Refusal(
+                "the model loaded but does not generate",
+                f"no reply within {timeout:g} s",
+                "a reply",
+                "a rank is dead or stalled: see the logs of all ranks, then restart the replica",
+            ) from error
+        except OSError as error:
+            raise Refusal("the smoke test got no answer", str(error), "a reply", "see the logs") from error
+        if status != 200:
+            raise Refusal("the smoke test failed", f"{status} {str(answer)[:300]}", "200", "see the logs")
+        try:
+            text = answer["choices"][0]["message"]["content"]
+        except (KeyError, IndexError, TypeError):
+            text = None
+        check_reply(text)
+        return str(text)
+
+
+def check_reply(text: object) -> None:
+    """Refuse a reply that no healthy model gives."""
+    stripped = re.sub(r"\s+", "", text) if isinstance(text, str) else ""
+    if not stripped:
+        raise Refusal(
+            "the smoke test got an empty reply",
+            repr(text)[:80],
+            "text",
+            "see the logs; thinking may have used up max_tokens, or the weights are damaged",
+        )
+    if len(set(stripped)) == 1:
+        raise Refusal(
+            "the smoke test got one repeated character",
+            repr(text)[:80],
+            "text",
+            "the weights have collapsed: check the rank files against the model lock and make them again",
+        )
+
+
+def peer_states(host: Host, launch: Mapping[str, Any]) -> list[Json]:
+    """The state of every other rank as its node tells it; ``error`` where nobody answered."""
+    try:
+        key = read_key(host, str(launch["replica"]))
+    except Refusal as refusal:
+        return [
+            {"name": other["name"], "rank": other["rank"], "error": str(refusal)} for other in launch["peers"]
+        ]
+    states = []
+    for other in launch["peers"]:
+        row: Json = {"name": other["name"], "rank": other["rank"]}
+        try:
+            row.update(
+                ask(other["addresses"], int(launch["peer_port"]), key, str(launch["replica"]), "state")
+            )
+        except (PeerUnreachable, PeerRefused) as error:
+            row["error"] = str(error)
+        states.append(row)
+    return states
+
+
+def _ended(name: str, rank: object, message: str, tail: Sequence[str]) -> str:
+    lines = "".join(f"\n    {line}" for line in tail[-25:])
+    return f"rank {rank} on {name}: {message}{lines}"
+
+
+def wait_ready(
+    host: Host,
+    launch: Mapping[str, Any],
+    endpoint: Endpoint,
+    wait_s: float,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> float:
+    """Wait until the endpoint lists the served model; returns the seconds it took.
+
+    :raises Refusal: at once when a rank of the replica has ended, with the last log lines of all ranks; at
+    the end of ``wait_s`` otherwise.
+    """
+    gate = launch["gates"]["ready"]
+    begin, asked = clock(), 0.0
+    last = "no answer yet"
+    while True:
+        try:
+            served = endpoint.models(str(gate["path"]))
+            if not launch["served_name"] or launch["served_name"] in served:
+                return clock() - begin
+            raise Refusal(
+                "the endpoint serves another model",
+                ", ".join(served) or "none",
+                launch["served_name"],
+                f"something else listens on port {endpoint.port}, or served_name differs",
+            )
+        except OSError as error:
+            last = str(error) or type(error).__name__
+        mine = agent_view(host, str(launch["replica"]))
+        # The peers are asked less often than the endpoint: every 15 s, as the seed author's launcher does.
+        states: list[Json] = []
+        if clock() - asked >= 15 or not mine["alive"]:
+            asked = clock()
+            states = peer_states(host, launch)
+        dead = [row for row in states if "error" not in row and not row["alive"]]
+        if not mine["alive"] or dead:
+            lines = [
+                _ended(
+                    str(launch["node"]), launch["rank"], str(mine.get("message", "")), mine.get("tail") or []
+                )
+            ]
+            lines += [
+                _ended(
+                    row["name"],
+                    row["rank"],
+                    row.get("message") or row.get("error", ""),
+                    row.get("tail") or [],
+                )
+                for row in states
+            ]
+            raise Refusal(
+                "a rank ended before the model answered\n  " + "\n  ".join(lines),
+                "",
+                "all ranks running",
+                "see the lines above; whole logs are in the log directory of each node",
+            )
+        if clock() - begin >= wait_s:
+            raise Refusal(
+                "the engine does not get ready",
+                f"{last} after {wait_s:g} s; the ranks run",
+                f"{launch['served_name']} on port {endpoint.port}",
+                "see docker logs of the ranks; a larger ranks_wait_timeout gives a cold disk more time",
+            )
+        sleep(float(gate["interval_s"]))
+
+
+def _log_text(docker: DockerApi, container: str) -> str:
+    kept = bytearray()
+    for data in docker.container_logs(container):
+        kept += data
+        if len(kept) > LOG_BYTES:
+            break
+    return kept.decode("utf-8", "replace")
+
+
+def evidence(host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> Json:
+    """What this node's rank shows about its transport and what it granted.
+
+    :returns: ``evidence`` and ``warnings``, lists of sentences, and ``granted``.
+    :raises Refusal: the log shows what must not be (NCCL over TCP), or less was granted than asked for.
+    """
+    view = container_view(docker, str(launch["container"]["name"]), str(launch["replica"]), install_id(host))
+    if view["state"] != "running":
+        raise Refusal("this node's rank does not run", view["state"], "running", "start the replica")
+    try:
+        text = _log_text(docker, view["id"])
+    except DockerError as error:
+        raise Refusal("the log of this node's rank cannot be read", str(error), "its log", "") from error
+    shown: list[str] = []
+    warnings: list[str] = []
+    for rule in launch["gates"].get("log", []):
+        line = next((line.strip() for line in text.splitlines() if rule["match"] in line), None)
+        if line is None:
+            continue
+        if rule["verdict"] == "fail":
+            raise Refusal(
+                f"{rule['why']}",
+                line[:300],
+                f"no {rule['match']} in the log",
+                "check NCCL_IB_HCA and the GID index of both nodes (sparkfleet-node gid), then restart",
+            )
+        if rule["verdict"] == "warn":
+            warnings.append(f"{rule['why']}: {line[:200]}")
+        else:
+            shown.append(f"{rule['why']}: {line[:200]}")
+    before = agent_view(host, str(launch["replica"])).get("rail_bytes") or {}
+    for hca, now in rail_bytes(host, launch).items():
+        moved = now - int(before.get(hca, now))
+        if moved > 1 << 20:
+            shown.append(f"{moved >> 20} MiB went over {hca} since the start")
+    role = "head" if launch["rank"] == 0 else "workers"
+    granted: Json = {}
+    for rule in launch["gates"].get("granted", []):
+        if rule["on"] != role:
+            continue
+        found = re.search(rule["match"], text)
+        if not found:
+            continue
+        granted[rule["what"]] = int(found.group(1))
+        wanted = launch.get(rule["what"])
+        if isinstance(wanted, int) and granted[rule["what"]] < wanted:
+            raise Refusal(
+                f"the engine granted less {rule['what']} than was asked for",
+                granted[rule["what"]],
+                wanted,
+                "lower the context, or free memory on this node",
+            )
+    if launch["peers"] and not shown:
+        warnings.append("nothing shows yet that this rank uses RDMA: neither its log nor the rail counters")
+    return {"evidence": shown, "warnings": warnings, "granted": granted}
+
+
+def rail_bytes(host: Host, launch: Mapping[str, Any]) -> dict[str, int]:
+    """Bytes sent on each RDMA device since boot (the counter counts 4-byte words)."""
+    found = {}
+    for rail in launch["rails"]:
+        text = host.read(f"/sys/class/infiniband/{rail['rdma']}/ports/1/counters/port_xmit_data") or ""
+        if text.strip().isdigit():
+            found[str(rail["rdma"])] = int(text) * 4
+    return found
