@@ -35,6 +35,11 @@ options:
     type: list
     elements: dict
     default: []
+  names:
+    description: With empty O(files), only these files of the Hub's list. All of them must be there.
+    type: list
+    elements: str
+    default: []
   prefix:
     description: Folder of the repository that becomes the root of the tree.
     type: str
@@ -315,6 +320,18 @@ def bring(
     return report
 
 
+def only(files: tuple[FileSpec, ...], names: list[str]) -> tuple[FileSpec, ...]:
+    """The named files of a list; refuses a name that the list lacks."""
+    if not names:
+        return files
+    absent = sorted(set(names) - {item.name for item in files})
+    if absent:
+        raise TreeError(
+            f"the repository has no {', '.join(absent)} at this revision; correct the names or the revision"
+        )
+    return tuple(item for item in files if item.name in names)
+
+
 def main() -> None:
     """Entry point."""
     module = AnsibleModule(
@@ -323,6 +340,7 @@ def main() -> None:
             "repo": {"type": "str", "required": True},
             "revision": {"type": "str", "required": True},
             "files": {"type": "list", "elements": "dict", "default": []},
+            "names": {"type": "list", "elements": "str", "default": []},
             "prefix": {"type": "str", "default": ""},
             "dest": {"type": "path", "required": True},
             "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
@@ -344,12 +362,12 @@ def main() -> None:
         check_repo(params["repo"], params["revision"])
         hub = Hub(params["endpoint"], token_of(params))
         proof = read_proof(proof_path(root))
-        pin = {"repo": params["repo"], "revision": params["revision"], "prefix": params["prefix"]}
+        pin = {key: params[key] for key in ("repo", "revision", "prefix", "names")}
         files = parse_files(params["files"])
         if not files:
             files = proof.listing if proof.meta == pin else ()
         if not files:
-            files = hub.listing(params["repo"], params["revision"], params["prefix"])
+            files = only(hub.listing(params["repo"], params["revision"], params["prefix"]), params["names"])
         here = root if root.exists() else partial_path(root) / params["prefix"].strip("/")
         report = inspect(here, files, proof, params["rehash"])
         warnings = refuse_foreign(root, report.foreign) if root.exists() else []

@@ -51,6 +51,14 @@ options:
     description: Where the token map belongs. Empty leaves it out.
     type: path
     default: ""
+  kit:
+    description: The kernel kit that is checked against its MANIFEST. Empty, or not there yet, checks nothing.
+    type: path
+    default: ""
+  rope_rows:
+    description: Rows that the kit's RoPE tables must have.
+    type: int
+    default: 0
   image:
     description: Engine image.
     type: str
@@ -116,6 +124,10 @@ token_map_present:
   description: The token map is there.
   type: bool
   returned: always
+rank_needed:
+  description: A rank file has (after V(present), had) to be made.
+  type: bool
+  returned: always
 needed:
   description: Something has (after V(present), had) to be made.
   type: bool
@@ -125,7 +137,6 @@ needed:
 import contextlib
 import hashlib
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -134,6 +145,7 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.docker_api import DockerApi, DockerError, DockerNotFound
 from ..module_utils.fabric_copy import SizeWatch
+from ..module_utils.kit import check as check_kit
 from ..module_utils.rank_file import check_frame, explain, parse_name
 from ..module_utils.tree import (
     FileSpec,
@@ -227,7 +239,7 @@ class Tools:
             ) from exc
 
     def run(self, purpose: str, argv: list[str], binds: list[str], hear: Any = None) -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) of one tool. The name is fixed: a leftover of a dead run is replaced."""
+        """(exit code, stdout, stderr) of one tool. A leftover of a dead run by this name is replaced."""
         name = f"sparkfleet-{purpose}"
         self._api.container_remove(name, force=True)
         spec = {
@@ -330,7 +342,8 @@ def make_rank(tools: Tools, item: Rank, params: dict[str, Any], progress: Progre
             tools.write(item, out)
         path = out / wanted
         if not path.is_file():
-            raise TreeError(f"the tool ended well but {wanted} is not there: {sorted(os.listdir(out))}")
+            there = sorted(item.name for item in out.iterdir())
+            raise TreeError(f"the tool ended well but {wanted} is not there: {there}")
         check_frame(path)
         progress.step(f"proof of rank file {item['rank']}", path.stat().st_size)
         path.chmod(0o644)
@@ -386,6 +399,8 @@ def main() -> None:
             "variant": {"type": "str", "default": ""},
             "model_dir": {"type": "path", "default": ""},
             "token_map": {"type": "path", "default": ""},
+            "kit": {"type": "path", "default": ""},
+            "rope_rows": {"type": "int", "default": 0},
             "image": {"type": "str", "default": ""},
             "tool": {"type": "str", "default": "tf-dsv41-rank-cache"},
             "token_map_tool": {"type": "str", "default": "/opt/tensorfold/tools/make_token_map.py"},
@@ -407,6 +422,9 @@ def main() -> None:
             if not module.check_mode:
                 release(params)
             module.exit_json(changed=False, ranks=[], token_map_present=False, needed=False)
+        if params["kit"] and Path(params["kit"]).is_dir():
+            kit = Path(params["kit"])
+            check_kit(kit, read_proof(proof_path(kit)), params["rope_rows"])
         ranks = [look(item, params["variant"], params["rehash"]) for item in params["ranks"]]
         map_there = token_map is None or token_map.is_file()
         if token_map is not None and map_there:
@@ -438,6 +456,7 @@ def main() -> None:
     module.exit_json(
         changed=changed,
         needed=needed,
+        rank_needed=bool(missing),
         ranks=ranks,
         token_map_present=map_there,
         diff={

@@ -35,6 +35,10 @@ options:
     description: C(address), C(port) and C(folder) of the share. Needed for V(present) outside check mode.
     type: dict
     default: {}
+  meta:
+    description: Facts about the tree that are kept with its proof, such as the weights that it was made from.
+    type: dict
+    default: {}
   data_dir:
     description: Data directory of sparkfleet, for lock files.
     type: path
@@ -142,6 +146,7 @@ def main() -> None:
             "dest": {"type": "path", "required": True},
             "files": {"type": "list", "elements": "dict", "required": True},
             "source": {"type": "dict", "default": {}},
+            "meta": {"type": "dict", "default": {}},
             "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
             "parallel": {"type": "int", "default": 4},
             "rate_limit_kib": {"type": "int", "default": 0},
@@ -170,6 +175,8 @@ def main() -> None:
         before = report
         needed = not (report.complete and root.exists())
         proof.listing = files
+        fresh = fresh or proof.meta != params["meta"]
+        proof.meta = params["meta"]
         changed = needed and params["state"] == "present"
         if needed:
             refuse_space(root, report.needed_bytes - report.resumable, params["reserve_bytes"], str(root))
@@ -208,9 +215,7 @@ def main() -> None:
                     raise TreeError(f"{root} is not whole after the copy: {summary(report)}")
                 place(work, root)
             seconds = time.monotonic() - started
-        if not module.check_mode and root.exists() and (changed or fresh) and params["state"] == "present":
-            write_proof(proof_path(root), proof)
-        elif not module.check_mode and report.complete and fresh and root.exists():
+        if not module.check_mode and report.complete and fresh and root.exists():
             write_proof(proof_path(root), proof)  # a proof is knowledge, not a change of the node's files
     except (TreeError, OSError) as exc:
         refusal(module, exc)

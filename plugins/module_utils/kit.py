@@ -1,0 +1,92 @@
+# GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
+"""The kernel kit of the engine: whole by its own MANIFEST, and with RoPE tables long enough for the context.
+
+``MANIFEST`` is a sha256 list (``HEX  PATH``). Its lines are compared with digests that were proven while the
+kit was brought, so nothing is read twice. A kit from git lacks its five generated files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from .tree import Proof, TreeError, check_name
+
+#: float32 cos or sin of 32 pairs (64 rotary dimensions) a row: the engine's table format.
+ROPE_ROW_BYTES = 128
+ROPE_TABLES = (
+    "rope-compressed-cos.f32",
+    "rope-compressed-sin.f32",
+    "rope-plain-cos.f32",
+    "rope-plain-sin.f32",
+)
+#: Made after a checkout, so absent from the kit's git copy.
+GENERATED = (*ROPE_TABLES, "vision/gate_bias_vl.safetensors")
+_LINE = re.compile(r"(?P<hex>[0-9a-f]{64}) [ *](?P<path>.+)\Z")
+
+
+def parse_manifest(text: str) -> dict[str, str]:
+    """Path to sha256. Raises ``TreeError`` for a line that is no sha256 line or leaves the kit."""
+    found: dict[str, str] = {}
+    for number, line in enumerate(text.splitlines(), 1):
+        if not line.strip() or line.startswith("#"):
+            continue
+        match = _LINE.match(line)
+        if match is None:
+            raise TreeError(f"MANIFEST line {number} is not 'sha256  path': {line[:80]!r}")
+        path = match["path"]
+        found[check_name(path[2:] if path.startswith("./") else path)] = match["hex"]
+    if not found:
+        raise TreeError("the kit's MANIFEST is empty")
+    return found
+
+
+def compare(manifest: Mapping[str, str], digests: Mapping[str, str]) -> list[str]:
+    """What differs between a MANIFEST and proven digests, one sentence each."""
+    wrong = []
+    for path, digest in sorted(manifest.items()):
+        found = digests.get(path)
+        if found is None:
+            made = " (a generated file, which the kit's git copy lacks)" if path in GENERATED else ""
+            wrong.append(f"{path} is absent{made}")
+        elif found != digest:
+            wrong.append(f"{path} has sha256 {found[:12]}… instead of {digest[:12]}…")
+    return wrong
+
+
+def rope_rows(kit: Path, names: Sequence[str] = ROPE_TABLES) -> int:
+    """Rows of the shortest RoPE table; 0 when one is absent. Raises on a size that is no whole row."""
+    rows = []
+    for name in names:
+        path = kit / name
+        size = path.stat().st_size if path.is_file() else 0
+        if size % ROPE_ROW_BYTES:
+            raise TreeError(f"{path}: {size} bytes are not whole rows of {ROPE_ROW_BYTES}")
+        rows.append(size // ROPE_ROW_BYTES)
+    return min(rows)
+
+
+def check(kit: Path, proof: Proof, rows_wanted: int) -> int:
+    """Refuse an incomplete kit or one with too short tables; returns the rows of its tables."""
+    path = kit / "MANIFEST"
+    try:
+        manifest = parse_manifest(path.read_text(encoding="utf-8"))
+    except OSError as exc:
+        raise TreeError(f"{path} cannot be read ({exc.strerror}): this is not a kit") from exc
+    wrong = compare(manifest, {name: seen.sha256 for name, seen in proof.files.items()})
+    if wrong:
+        more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
+        raise TreeError(
+            f"{kit} is not what its MANIFEST says: {'; '.join(wrong[:4])}{more}. Name a revision of the kit "
+            "that "
+            "is complete"
+        )
+    rows = rope_rows(kit)
+    if rows < rows_wanted:
+        raise TreeError(
+            f"{kit}: the RoPE tables have {rows} rows, the context needs {rows_wanted} (ShortRopeTable). "
+            "Lower the "
+            f"context to {max(rows - 17, 0)}, or name a kit with longer tables"
+        )
+    return rows
