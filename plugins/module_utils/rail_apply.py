@@ -424,6 +424,12 @@ class RailNode:
             self.run("netplan", "apply", timeout=90.0)
             return
         self.run("netplan", "generate")
+        # As netplan apply does it, for the rails only: udev hands the links to networkd (one that came by hot-plug or
+        # from elsewhere is "pending" until then) and applies the .link files. Like netplan, go on when there is no
+        # udev to ask (containers); what counts is read again in settle().
+        self.reader.run(["udevadm", "control", "--reload"])
+        devices = [f"/sys/class/net/{name}" for name in netdevs]
+        self.reader.run(["udevadm", "trigger", "--action=move", "--settle", *devices])
         self.run("networkctl", "reload")
         for name in netdevs:
             self.run("networkctl", "reconfigure", name)

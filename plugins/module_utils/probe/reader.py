@@ -136,9 +136,9 @@ class Reader:
                 return Answer(None, timed_out=True)
             return Answer(int(row.get("rc", 0)), str(row.get("stdout", "")), str(row.get("stderr", "")))
         environ = {
+            **os.environ,
             "LC_ALL": "C",
             "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
-            "HOME": os.environ.get("HOME", "/"),
         }
         try:
             done = subprocess.run(
