@@ -159,8 +159,8 @@ def build(client: docker.DockerClient, tag: str, context: io.BytesIO, arguments:
             labels={LABEL: "image"},
         )
     except BuildError as error:
-        lines = "".join(str(entry.get("stream", "")) for entry in error.build_log)
-        raise SystemExit(f"lab: building {tag} failed: {error}\n{lines}") from error
+        lines = "".join(str(entry.get("stream", "")) for entry in error.build_log).splitlines()
+        raise SystemExit("\n".join([f"lab: building {tag} failed:", *lines[-10:]])) from error
 
 
 def node_image(client: docker.DockerClient) -> str:

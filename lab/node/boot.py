@@ -18,7 +18,7 @@ import sys
 import uuid
 from pathlib import Path
 
-from .parts import FUNCTIONS, KERNEL, MANAGEMENT, STATE
+from .parts import FUNCTIONS, KERNEL, MANAGEMENT, STATE, is_mounted
 
 PRIVATE_SYSCTL = ("vm", "fs", "kernel")
 # Namespaced or computed at each read: these stay the kernel's own.
@@ -79,7 +79,7 @@ def open_cgroups() -> None:
         mount("-o", "remount,bind,rw,nosuid,nodev,noexec", str(top))
         return
     for hierarchy in sorted(top.iterdir()):
-        if os.path.ismount(hierarchy):
+        if is_mounted(hierarchy):
             mount("-o", "remount,bind,rw,nosuid,nodev,noexec", str(hierarchy))
     for name in ("devices.allow", "devices.deny"):
         if (top / "devices" / name).exists():
@@ -105,7 +105,7 @@ def copy_sysctl(source: Path, target: Path) -> None:
 def open_proc() -> None:
     """Private sysctls, and the files in which a Spark's /proc differs from this machine's."""
     sysctl = Path("/proc/sys")
-    if os.path.ismount(sysctl):
+    if is_mounted(sysctl):
         unmount(sysctl)
     real = STATE / "procsys"
     real.mkdir()

@@ -38,6 +38,7 @@ from .parts import (
     Function,
     eui64,
     fault,
+    is_mounted,
     node_guid,
 )
 from .rdma import SLOTS, ZERO, GidFaults, GidTable
@@ -273,14 +274,8 @@ class FileSystem(fuse.Operations):  # type: ignore[misc]
         return entry.encode()[offset : offset + size]
 
 
-def mounted(path: Path) -> bool:
-    target = str(path)
-    with Path("/proc/self/mountinfo").open(encoding="utf-8") as table:
-        return any(line.split()[4] == target for line in table)
-
-
 def bind(source: Path, target: Path) -> None:
-    while mounted(target):
+    while is_mounted(target):
         subprocess.run(["/bin/umount", "-l", str(target)], check=True)
     subprocess.run(["/bin/mount", "--bind", str(source), str(target)], check=True)
 
@@ -309,7 +304,7 @@ def dress(netdev: str) -> None:
 def undressed() -> list[str]:
     names = [MANAGEMENT, *(function.netdev for function in FUNCTIONS)]
     base = Path("/sys/devices/virtual/net")
-    return [name for name in names if (base / name).is_dir() and not mounted(base / name)]
+    return [name for name in names if (base / name).is_dir() and not is_mounted(base / name)]
 
 
 def dress_all() -> None:
@@ -342,7 +337,7 @@ def notify_ready() -> None:
 
 def place() -> None:
     """Once the file system answers: bind its parts to their places, then follow the netdevs."""
-    while not mounted(MOUNT):
+    while not is_mounted(MOUNT):
         time.sleep(0.01)
     bind(MOUNT / "infiniband", Path("/sys/class/infiniband"))
     bind(MOUNT / "pci", Path("/sys/bus/pci/devices"))
@@ -354,7 +349,7 @@ def place() -> None:
 
 def main() -> None:
     MOUNT.mkdir(parents=True, exist_ok=True)
-    while mounted(MOUNT):
+    while is_mounted(MOUNT):
         subprocess.run(["/bin/umount", "-l", str(MOUNT)], check=True)
     threading.Thread(target=place, daemon=True).start()
     fuse.FUSE(

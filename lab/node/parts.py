@@ -78,3 +78,10 @@ def fault(name: str, root: Path = FAULTS) -> str | None:
         return (root / name).read_text(encoding="utf-8").strip()
     except FileNotFoundError:
         return None
+
+
+def is_mounted(path: Path) -> bool:
+    """True when something is mounted there. ``os.path.ismount`` does not see a bind within one file system."""
+    target = str(path)
+    with Path("/proc/self/mountinfo").open(encoding="utf-8") as table:
+        return any(line.split()[4] == target for line in table)
