@@ -172,8 +172,7 @@ def node_image(client: docker.DockerClient) -> str:
         "package/__init__.py": source / "__init__.py",
     }
     entries |= {f"package/node/{path.name}": path for path in sorted((source / "node").glob("*.py"))}
-    if (source / "hub").is_dir():
-        entries["package/hub"] = source / "hub"
+    entries |= {f"package/{part}": source / part for part in ("hub", "checkpoint")}
     parts: list[str | bytes] = list(entries)
     for entry in entries.values():
         if isinstance(entry, Path):

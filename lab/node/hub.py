@@ -1,7 +1,7 @@
 """The lab's hub container: Debian's docker-registry on port 5000 and the Hugging Face Hub stand-in on port 8080.
 
 The registry starts from a copy of the cached seed (the base image of the lab engine). The Hub stand-in is
-``lab/hub/server.py``; it serves the directory ``/srv/hub``, which whoever makes checkpoints fills.
+``lab/hub/server.py``; it serves the small repositories that ``lab/checkpoint`` generates into ``/srv/hub``.
 """
 
 from __future__ import annotations
@@ -35,7 +35,11 @@ def main() -> None:
     config = Path("/run/docker-registry.yml")
     config.write_text(CONFIG, encoding="utf-8")
     commands = [["/usr/bin/docker-registry", "serve", str(config)]]
-    if SERVER.exists():
+    # The registry's seed is filled by a container of this image that serves no models.
+    if SEED.is_dir():
+        subprocess.run(
+            [sys.executable, "-m", "lab.checkpoint", str(HUB_ROOT)], check=True, stdout=subprocess.DEVNULL
+        )
         commands.append([sys.executable, str(SERVER), "--root", str(HUB_ROOT), "--port", "8080"])
     children = [subprocess.Popen(command) for command in commands]
 
