@@ -195,7 +195,7 @@ def docker() -> Objects:
             "started": state["StartedAt"],
             "labels": container["Config"].get("Labels") or {},
         }
-    volumes = {name: {} for name in run("docker", "volume", "ls", "-q").split()}
+    volumes: dict[str, Any] = {name: {} for name in run("docker", "volume", "ls", "-q").split()}
     information = loads(run("docker", "info", "--format", "{{json .}}")) or {}
     runtimes = {"docker": sorted(information.get("Runtimes") or {})}
     return {"image": images, "container": containers, "volume": volumes, "runtimes": runtimes}
