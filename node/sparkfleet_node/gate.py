@@ -107,7 +107,8 @@ def devices(host: Host, _docker: DockerApi, launch: Mapping[str, Any]) -> None:
 def files(host: Host, _docker: DockerApi, launch: Mapping[str, Any]) -> None:
     """Every mounted path exists, and the rank file directory holds this rank's file alone, in full size."""
     for mount in launch["container"]["mounts"]:
-        if not host.exists(str(mount["source"])):
+        # A writable directory is a cache of the rank; the agent makes it.
+        if mount["read_only"] and not host.exists(str(mount["source"])):
             raise Refusal(
                 f"{mount['source']} does not exist (mounted at {mount['target']})",
                 "absent",

@@ -192,6 +192,9 @@ class Rank:
         """Create and start the container, and see it stay up."""
         index = gid.resolve(self.host, self.launch)
         devices = [path for path in self.launch["container"]["devices"] if self.host.exists(path)]
+        for mount in self.launch["container"]["mounts"]:
+            if not mount["read_only"]:
+                self.host.path(mount["source"]).mkdir(parents=True, exist_ok=True)
         self.clear()
         self.check_stop()
         for note in ("trip.json",):

@@ -1,6 +1,8 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 """Lookup of the packed node agent."""
 
+# ruff: noqa: E402
+
 from __future__ import annotations
 
 DOCUMENTATION = r"""
@@ -46,7 +48,7 @@ from ..plugin_utils.node_build import build, collection_version, install_path
 class LookupModule(LookupBase):  # type: ignore[misc]
     """See DOCUMENTATION."""
 
-    def run(self, terms: Any, variables: Any = None, **kwargs: Any) -> list[dict[str, str]]:
+    def run(self, terms: Any, variables: Any = None, **kwargs: Any) -> list[dict[str, str]]:  # noqa: ARG002
         """One dictionary; no terms are taken."""
         if terms or kwargs:
             raise AnsibleLookupError("sparkfleet.serving.node_agent takes no terms")

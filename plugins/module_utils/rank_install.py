@@ -332,6 +332,7 @@ class Node:
             "launch_now": view["container"].get("launch") or None,
             "contract": launch["contract"]["digest"],
             "container_name": launch["container"]["name"],
+            "secrets": launch["secrets"],
             "container": view["container"],
             "changes": [path for path, _text, _mode, _secret in self.differences()] + self.unit_changes(),
             "agent_present": present,

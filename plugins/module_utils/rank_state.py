@@ -223,8 +223,9 @@ def decide(members: Sequence[Mapping[str, Any]]) -> Json:
     Each entry has ``name``, ``verdict``, ``launch_wanted``, ``launch_now`` (of the running container or
     None), ``contract`` (the wanted one) and ``changes`` (files that differ).
 
-    :returns: ``problems`` (refuse when not empty), ``restart`` (bool), ``why`` (list of sentences),
-    ``verdict``.
+    :returns: ``problems`` (refuse when not empty), ``restart`` (the ranks are stopped and started in order),
+        ``write`` (something on the nodes differs), ``key`` (the nodes need one new peer key), ``why``
+        (sentences) and ``verdict``.
     """
     problems: list[str] = []
     why: list[str] = []
@@ -254,4 +255,30 @@ def decide(members: Sequence[Mapping[str, Any]]) -> Json:
             why.append(
                 f"{member['name']} runs launch {member['launch_now']}, wanted {member['launch_wanted']}"
             )
-    return {"problems": problems, "restart": bool(why), "why": why, "verdict": verdict}
+    keys = {str(member.get("key", "")) for member in members}
+    renew = len(keys) > 1 or "" in keys
+    if renew and not why and any(member.get("secrets") for member in members):
+        # The digest that stands for a secret is keyed with the peer key.
+        why.append("the peer key is renewed, which is part of the launch")
+    write = bool(why) or renew or any(m.get("changes") or not m.get("agent_present", True) for m in members)
+    return {
+        "problems": problems,
+        "restart": bool(why),
+        "write": write,
+        "key": renew,
+        "why": why,
+        "verdict": verdict,
+    }
+
+
+def serving_verdict(states: Sequence[Mapping[str, Any]]) -> str:
+    """One word for a replica from the ``rank_status`` results of its members: ``replica_verdict`` refined.
+
+    A replica whose ranks all run is ``serving`` when its head answered a generation or its counters moved,
+    ``stalled`` when requests run and nothing moves or a generation failed, else ``running``.
+    """
+    verdict = replica_verdict([str(state.get("verdict", "unknown")) for state in states])
+    if verdict != "running":
+        return verdict
+    head: Mapping[str, Any] = next((state for state in states if state.get("rank") == 0), {})
+    return str(head.get("serving") or "running")

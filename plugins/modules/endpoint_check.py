@@ -104,30 +104,19 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.docker_api import DockerApi
-from ..module_utils.endpoint import Endpoint, evidence, wait_ready
+from ..module_utils.endpoint import evidence, wait_ready
 from ..module_utils.host_io import Host, Refusal
+from ..module_utils.rank_report import local_endpoint
 from ..module_utils.rank_state import agent_view, launch_path, read_json
-
-
-def api_key(host: Host, launch: dict[str, Any]) -> str:
-    """The API key from the file that the launch mounts; empty when the replica has none."""
-    if not launch["api_key"]:
-        return ""
-    for mount in launch["container"]["mounts"]:
-        if mount["target"].endswith("/api-key"):
-            return (host.read(mount["source"]) or "").strip()
-    return ""
 
 
 def check(host: Host, docker: DockerApi, launch: dict[str, Any], params: dict[str, Any]) -> dict[str, Any]:
     """Everything that the parameters ask for. Raises ``Refusal``."""
     result: dict[str, Any] = {"changed": False, "warnings": []}
     if launch["rank"] == 0:
-        bound = str(launch["ports"].get("api_host") or "")
-        address = "127.0.0.1" if bound in ("", "0.0.0.0", "::") else bound  # noqa: S104
-        endpoint = Endpoint(address, int(launch["ports"]["api"]), api_key(host, launch))
+        endpoint = local_endpoint(host, launch)
         gates = launch["gates"]
-        result["endpoint"] = f"http://{address}:{endpoint.port}/v1"
+        result["endpoint"] = f"http://{endpoint.host}:{endpoint.port}/v1"
         if params["ready"]:
             wait_s = gates["ready"]["timeout_s"] if params["wait_s"] is None else params["wait_s"]
             result["ready_s"] = round(wait_ready(host, launch, endpoint, float(wait_s)), 1)
