@@ -130,7 +130,7 @@ def daemon_argv(unit: str, config: Path, rsync: str, max_seconds: int) -> list[s
     ]
     for item in properties:
         argv += ["--property", item]
-    return [*argv, "--", rsync, "--daemon", "--no-detach", f"--config={config}", "--log-file=/dev/stderr"]
+    return [*argv, "--", rsync, "--daemon", "--no-detach", f"--config={config}"]
 
 
 def answers(address: str, port: int, timeout: float = 1.0) -> bool:
@@ -153,10 +153,17 @@ class Source:
 
     @property
     def url(self) -> str:
-        """The rsync URL of the folder, with a slash at its end."""
+        """The rsync URL of the share."""
         host = f"[{self.address}]" if ":" in self.address else self.address
+        return f"rsync://{host}:{self.port}/{MODULE}/"
+
+    def named(self, name: str) -> bytes:
+        """A file as rsync is asked for it. What stands before ``/./`` is not repeated at the receiver.
+
+        A folder in the URL would do the same, but rsync 3.5.0 then reports every file as vanished.
+        """
         folder = self.folder.strip("/")
-        return f"rsync://{host}:{self.port}/{MODULE}/{folder + '/' if folder else ''}"
+        return (f"{folder}/./{name}" if folder else name).encode() + b"\0"
 
 
 def parse_source(raw: Mapping[str, Any]) -> Source:
@@ -221,7 +228,7 @@ def pull_one(
     if target.is_symlink() or (target.exists() and target.stat().st_size > spec.size):
         target.unlink()
     for attempt in range(tries):
-        code, text = run(pull_argv(rsync, source, work, limit_kib), spec.name.encode() + b"\0")
+        code, text = run(pull_argv(rsync, source, work, limit_kib), source.named(spec.name))
         if code == 0:
             break
         if code not in _RETRY or attempt == tries - 1:

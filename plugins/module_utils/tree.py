@@ -80,8 +80,11 @@ def check_name(name: str) -> str:
     return name
 
 
-def parse_files(raw: Iterable[Mapping[str, Any]]) -> tuple[FileSpec, ...]:
-    """A manifest from plain data, checked and sorted by name. Raises ``TreeError``."""
+def parse_files(raw: Iterable[Mapping[str, Any]], digests: bool = True) -> tuple[FileSpec, ...]:
+    """A manifest from plain data, checked and sorted by name. Raises ``TreeError``.
+
+    ``digests=False`` lets entries pass that only have a size, for a caller that completes them.
+    """
     found: dict[str, FileSpec] = {}
     for item in raw:
         try:
@@ -90,14 +93,14 @@ def parse_files(raw: Iterable[Mapping[str, Any]]) -> tuple[FileSpec, ...]:
         except (KeyError, TypeError, ValueError) as exc:
             raise TreeError(f"a manifest entry needs name and size, found {item!r}") from exc
         sha256 = str(item.get("sha256") or "").lower()
-        blob_id = str(item.get("blob_id") or "").lower()
+        blob_id = str(item.get("blob_id") or item.get("git_oid") or "").lower()
         if size < 0:
             raise TreeError(f"{name}: the manifest gives a size of {size} bytes")
         if sha256 and not _SHA256.match(sha256):
             raise TreeError(f"{name}: {sha256!r} is not a sha256 (64 hex digits)")
         if blob_id and not _SHA1.match(blob_id):
             raise TreeError(f"{name}: {blob_id!r} is not a git blob id (40 hex digits)")
-        if not sha256 and not blob_id:
+        if digests and not sha256 and not blob_id:
             raise TreeError(
                 f"{name}: the manifest has neither sha256 nor git blob id, so nothing can prove it"
             )
@@ -105,6 +108,29 @@ def parse_files(raw: Iterable[Mapping[str, Any]]) -> tuple[FileSpec, ...]:
             raise TreeError(f"{name} stands twice in the manifest with different contents")
         found[name] = FileSpec(name, size, sha256, blob_id)
     return tuple(found[name] for name in sorted(found))
+
+
+def complete_digests(files: Sequence[FileSpec], known: Sequence[FileSpec]) -> tuple[FileSpec, ...]:
+    """Give entries without a digest the one that ``known`` has for the same name.
+
+    Raises ``TreeError`` where a size differs or the name is unknown: the manifest is of other files.
+    """
+    by_name = {item.name: item for item in known}
+    found = []
+    for spec in files:
+        other = by_name.get(spec.name)
+        if spec.sha256 or spec.blob_id:
+            found.append(spec)
+        elif other is None or other.size != spec.size:
+            there = f"{other.size} bytes" if other is not None else "nothing of that name"
+            raise TreeError(
+                f"the manifest has {spec.name} with {spec.size} bytes, the pinned revision has {there}: they "
+                "do "
+                "not belong together; make the model lock for this revision again"
+            )
+        else:
+            found.append(other)
+    return tuple(found)
 
 
 def manifest_digest(files: Sequence[FileSpec]) -> str:

@@ -30,7 +30,8 @@ options:
     required: true
   files:
     description:
-      - The manifest, a list of C(name), C(size) and C(sha256) (or C(blob_id), the git blob id).
+      - The manifest, a list of C(name), C(size) and C(sha256) (or C(blob_id), the git blob id). One without
+        a digest gets the one that the Hub lists for the pinned revision.
       - Empty takes every file of the revision below O(prefix) as the Hub lists it, and remembers that list.
     type: list
     elements: dict
@@ -152,6 +153,7 @@ from ..module_utils.tree import (
     Proof,
     Report,
     TreeError,
+    complete_digests,
     exclusive,
     inspect,
     manifest_digest,
@@ -363,7 +365,15 @@ def main() -> None:
         hub = Hub(params["endpoint"], token_of(params))
         proof = read_proof(proof_path(root))
         pin = {key: params[key] for key in ("repo", "revision", "prefix", "names")}
-        files = parse_files(params["files"])
+        files = parse_files(params["files"], digests=False)
+        if files and not all(item.sha256 or item.blob_id for item in files):
+            # A lock made from headers has no digests of the small files; the pinned revision's list has.
+            try:
+                files = complete_digests(files, proof.listing if proof.meta == pin else ())
+            except TreeError:
+                files = complete_digests(
+                    files, hub.listing(params["repo"], params["revision"], params["prefix"])
+                )
         if not files:
             files = proof.listing if proof.meta == pin else ()
         if not files:

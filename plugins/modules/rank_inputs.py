@@ -26,7 +26,7 @@ options:
   ranks:
     description:
       - Rank files to look at or make. C(rank), C(file_name) (from the plan), C(root) (directory that holds
-        one directory per index hash), optional C(size) in bytes.
+        one directory per index hash), optional C(size) (or C(file_bytes), the plan's name) in bytes.
     type: list
     elements: dict
     default: []
@@ -199,7 +199,7 @@ def look(item: Rank, variant: str, rehash: bool) -> dict[str, Any]:
     if not report.complete or [spec.name for spec in proof.listing] != [item["file_name"]]:
         found["why"] = "; ".join(why for _spec, why in report.wrong) or "not the file of the plan"
         return found
-    size = int(item.get("size") or 0)
+    size = int(item.get("size") or item.get("file_bytes") or 0)
     if size and proof.listing[0].size != size:
         found["why"] = f"{proof.listing[0].size} bytes instead of the plan's {size}"
         return found
@@ -324,7 +324,7 @@ def make_rank(tools: Tools, item: Rank, params: dict[str, Any], progress: Progre
             "belong together. Make the model lock for this revision again, or correct the engine's flags"
         )
     own_parents(folder.parent)
-    size = int(item.get("size") or 0)
+    size = int(item.get("size") or item.get("file_bytes") or 0)
     refuse_space(folder, size, params["reserve_bytes"], f"rank file {wanted}")
     memory = available_memory()
     if memory < params["min_available_bytes"]:
