@@ -12,6 +12,7 @@ import grp
 import json
 import pwd
 import re
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from .host_io import Host, Refusal, text_diff
 
 #: Oldest Docker with everything that is used of its API (1.41).
 MINIMUM = "20.10"
+#: Seconds that dockerd may take to show a new runtime after a reload.
+RELOAD_S = 5.0
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
@@ -161,11 +164,15 @@ def ensure(
     return {"changed": bool(diff), "diff": diff, "warnings": [], "runtime": known}
 
 
-def _reload(host: Host, docker: DockerApi, allow_restart: bool) -> dict[str, Any]:
+def _reload(host: Host, docker: DockerApi, allow_restart: bool, wait_s: float = RELOAD_S) -> dict[str, Any]:
     """SIGHUP, then look; a restart only where it is allowed and nothing runs."""
     answer = host.run(["systemctl", "reload", "docker.service"], timeout=60.0)
-    version, info = _engine(docker)
-    known = summary(version, info)
+    # The signal is answered before the daemon has read its file again.
+    end = time.monotonic() + wait_s
+    known = summary(*_engine(docker))
+    while "nvidia" not in known["runtimes"] and time.monotonic() < end:
+        time.sleep(0.2)
+        known = summary(*_engine(docker))
     if "nvidia" in known["runtimes"]:
         return known
     running = docker.container_list(all_states=False)

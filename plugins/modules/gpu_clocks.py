@@ -118,6 +118,8 @@ def main() -> None:
             )
     except Refusal as refusal:
         module.fail_json(**refusal.as_failure())
+    for text in result.pop("warnings"):
+        module.warn(text)
     module.exit_json(**result)
 
 

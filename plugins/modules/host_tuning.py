@@ -91,6 +91,8 @@ def main() -> None:
         module.fail_json(msg=f"at_least takes whole numbers: {error}")
     except Refusal as refusal:
         module.fail_json(**refusal.as_failure())
+    for text in result.pop("warnings"):
+        module.warn(text)
     module.exit_json(**result)
 
 

@@ -128,8 +128,10 @@ def test_another_program_under_the_name_is_refused(host: FakeHost, engine: Engin
         ensure(host, engine)
 
 
-def test_no_restart_under_a_rank(host: FakeHost, engine: Engine) -> None:
+def test_no_restart_under_a_rank(host: FakeHost, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.takes_reload = False
+    monkeypatch.setattr(container_runtime.time, "sleep", lambda _s: None)
+    monkeypatch.setattr(container_runtime.time, "monotonic", iter(range(0, 10**6, 9)).__next__)
     engine.running = [{"Labels": {"sparkfleet.install": "x"}}]
     with pytest.raises(Refusal, match="reload") as refused:
         ensure(host, engine, allow_restart=True)
