@@ -122,7 +122,7 @@ def subnet(pool: str, prefix: int, number: int) -> netaddr.IPNetwork:
         network = netaddr.IPNetwork(pool)
     except (netaddr.AddrFormatError, ValueError) as error:
         raise FleetError(f"rail_pool: {pool!r} is not an IPv4 network") from error
-    if network.version != 4 or network.cidr != network:
+    if network.version != 4 or network.ip != network.network:  # equality looks at the range only
         raise FleetError(f"rail_pool: {pool!r} is not an IPv4 network (its first address, with prefix)")
     for bad, why in rails.FORBIDDEN:
         other = netaddr.IPNetwork(bad)

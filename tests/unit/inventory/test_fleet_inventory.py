@@ -174,7 +174,7 @@ replicas:
 """
     loaded = run(tmp_path, text)
     values = loaded["_meta"]["hostvars"]["a1"]
-    # What the plugin makes is marked, so no template in it is ever run; `vars` are the user's own and stay templates.
+    # What the plugin makes is marked, so no template in it ever runs; `vars` are the user's own templates.
     assert values["sparkfleet_served_name"] == {"__ansible_unsafe": "{{ 7 * 7 }}"}
     assert "__ansible_unsafe" in values["ansible_host"]
     assert values["mine"] in (42, "{{ 6 * 7 }}")
