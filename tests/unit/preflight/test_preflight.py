@@ -1,0 +1,394 @@
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.sparkfleet.serving.plugins.filter import preflight as preflight_filter
+from ansible_collections.sparkfleet.serving.plugins.module_utils import preflight
+from ansible_collections.sparkfleet.serving.plugins.module_utils.preflight import GIB, Options, judge
+from ansible_collections.sparkfleet.serving.plugins.module_utils.probe import memory
+
+ROOT = Path(__file__).resolve().parents[3]
+GB10 = ROOT / "tests/fixtures/gb10"
+field = pytest.mark.field
+
+
+def halves() -> dict[str, Any]:
+    net: dict[str, Any] = {}
+    for domain, port, up in (
+        ("0000", "p0", True),
+        ("0002", "p0", True),
+        ("0000", "p1", False),
+        ("0002", "p1", False),
+    ):
+        prefix = "enP2p1s0" if domain == "0002" else "enp1s0"
+        net[f"{prefix}f{port[1]}n{port}"] = {
+            "carrier": up,
+            "admin_up": True,
+            "mtu": 9000,
+            "speed": 200000 if up else None,
+            "driver": "mlx5_core",
+            "pci": f"{domain}:01:00.{port[1]}",
+            "phys_port_name": port,
+            "hca": f"hca-{domain}-{port}",
+            "addresses": [],
+            "pci_link_width": 4,
+        }
+    return net
+
+
+def node(**over: Any) -> dict[str, Any]:
+    probe: dict[str, Any] = {
+        "net": halves(),
+        "rdma": {"hca-0000-p0": {"fw_ver": "28.45.4028", "gids": []}},
+        "netplan": {"files": [], "networkmanager": [], "networkd": [], "generated": {}},
+        "memory": {
+            "total_bytes": 121 * GIB,
+            "available_bytes": 117 * GIB,
+            "cma_total_bytes": 128 * 1024**2,
+            "cma_free_bytes": 60 * 1024**2,
+            "swap_total_bytes": 16 * GIB,
+        },
+        "kernel": {"release": "6.17.0-1032-nvidia", "cmdline": "init_on_alloc=0"},
+        "os": {"arch": "aarch64", "dgx_release": "7.6.0", "bios_version": "x"},
+        "gpu": {"present": True, "driver": "580.173.02", "processes": []},
+        "docker": {
+            "present": True,
+            "known": True,
+            "denied": False,
+            "storage_driver": "overlay2",
+            "containers": [],
+        },
+        "listeners": [],
+        "systemd": {"memory_killers": []},
+        "disk": {
+            "paths": {
+                "/var/lib/sparkfleet": {"mountpoint": "/", "available_bytes": 900 * GIB, "network": False}
+            }
+        },
+        "missing_privileges": [],
+        "timeouts": [],
+    }
+    probe.update(over)
+    return copy.deepcopy(probe)
+
+
+def pair(**over: Any) -> list[dict[str, Any]]:
+    return [
+        {
+            "name": f"spark-{rank + 1}",
+            "replica": "alpha",
+            "rank": rank,
+            "world": 2,
+            "engine": "tensorfold_native",
+            "rails": [{"address": f"10.77.{half}.{rank + 1}/30"} for half in (0, 1)],
+            **over,
+        }
+        for rank in (0, 1)
+    ]
+
+
+OPTIONS = Options(
+    known_engines=("tensorfold_native",),
+    min_available_bytes=109 * GIB,
+    ports=(8888, 29620),
+    container_name="dsv41-1017-exl3-tf",
+    local_paths=("/var/lib/sparkfleet",),
+)
+
+
+def found(options: Options = OPTIONS, first: dict[str, Any] | None = None, **over: Any) -> dict[str, str]:
+    """{check: level} with `over` laid over the probe of both nodes."""
+    rows = judge(pair(), {"spark-1": first or node(**over), "spark-2": node(**over)}, options)
+    return {row.check: row.level for row in rows}
+
+
+def test_a_good_pair_is_silent() -> None:
+    assert found() == {}
+    assert preflight.table([]) == "preflight: nothing speaks against it"
+
+
+@field("B48")
+@pytest.mark.parametrize(
+    ("recording", "picture"),
+    [
+        ("mem-meminfo-6.17-healthy-cma-128M.txt", "healthy"),
+        ("mem-meminfo-after-stop-driver-retains-80G.txt", "healthy"),
+        ("mem-meminfo-kho-broken-excerpt.txt", "broken"),
+        ("mem-meminfo-short-a.txt", "unknown"),
+    ],
+)
+def test_pictures_of_cma(recording: str, picture: str) -> None:
+    info = memory.parse_meminfo((GB10 / recording).read_text())
+    assert (
+        preflight.kho_picture(
+            {"cma_total_bytes": info.get("CmaTotal"), "cma_free_bytes": info.get("CmaFree")}
+        )
+        == picture
+    )
+
+
+@field("B48")
+def test_the_repaired_7_0_kernel_is_not_condemned() -> None:
+    repaired = {**node()["memory"], "cma_total_bytes": 0, "cma_free_bytes": 0}
+    kernel = {"release": "7.0.0-1019-nvidia", "cmdline": "ro kho=off"}
+    assert preflight.kho_picture(repaired) == "repaired"
+    assert found(memory=repaired, kernel=kernel) == {}
+    assert found(memory=repaired, kernel={**kernel, "cmdline": "ro"}) == {"kernel-kho": "fail"}
+    broken = {**repaired, "cma_free_bytes": 940604 * 1024}
+    assert found(memory=broken) == {"kernel-kho": "fail"}
+
+
+@field("B53")
+def test_denied_kernels() -> None:
+    assert found(kernel={"release": "6.17.0-1008-nvidia", "cmdline": ""}) == {"kernel-denied": "fail"}
+
+
+@field("B49")
+def test_the_kernel_of_the_next_boot() -> None:
+    kernel = {
+        "release": "6.17.0-1032-nvidia",
+        "cmdline": "",
+        "next_boot": {"release": "7.0.0-31-generic", "cmdline": ""},
+    }
+    assert found(kernel=kernel) == {"kernel-next-boot": "fail"}
+    kernel["next_boot"] = {"release": "6.17.0-1040-nvidia", "cmdline": ""}
+    assert found(kernel=kernel) == {"kernel-next-boot": "warn"}
+
+
+@field("B50")
+@pytest.mark.parametrize(
+    ("over", "check", "level"),
+    [
+        ({"kernel": {"release": "6.17.0-1029-nvidia", "cmdline": ""}}, "parity-kernel", "fail"),
+        ({"gpu": {"present": True, "driver": "590.48.01"}}, "parity-driver", "fail"),
+        ({"gpu": {"present": True, "driver": "580.159.03"}}, "parity-driver-version", "warn"),
+        (
+            {"docker": {"present": True, "known": True, "storage_driver": "overlayfs"}},
+            "parity-storage",
+            "fail",
+        ),
+        ({"os": {"arch": "aarch64", "dgx_release": "7.5.0", "bios_version": "x"}}, "parity-os", "warn"),
+        ({"os": {"arch": "aarch64", "dgx_release": "7.6.0", "bios_version": "y"}}, "parity-bios", "warn"),
+        ({"rdma": {"h": {"fw_ver": "28.44.1", "gids": []}}}, "parity-firmware", "warn"),
+    ],
+)
+def test_parity(over: dict[str, Any], check: str, level: str) -> None:
+    assert found(first=node(**over))[check] == level
+
+
+def test_parity_of_memory_and_swap() -> None:
+    small = {**node()["memory"], "total_bytes": int(119.6 * GIB), "swap_total_bytes": 32 * GIB}
+    seen = found(first=node(memory=small))
+    assert (seen["parity-memory"], seen["parity-swap"]) == ("warn", "warn")
+
+
+def test_architecture() -> None:
+    assert found(os={"arch": "x86_64"})["architecture"] == "fail"
+
+
+@field("B55")
+def test_a_sick_gpu_and_timeouts() -> None:
+    seen = found(gpu={"present": False, "reason": "nvidia-smi did not answer"}, timeouts=["nvidia-smi"])
+    assert (seen["gpu"], seen["timeout"]) == ("fail", "warn")
+
+
+@field("B72")
+def test_docker() -> None:
+    assert found(docker={"present": True, "denied": True, "known": False}) == {"docker-denied": "fail"}
+    assert found(docker={"present": False, "denied": False, "known": False, "reason": "absent"}) == {
+        "docker": "fail"
+    }
+    mine = [{"name": "dsv41-1017-exl3-tf", "owned": False, "state": "exited"}]
+    assert found(docker={**node()["docker"], "containers": mine}) == {"container-name": "fail"}
+    assert found(docker={**node()["docker"], "containers": [{**mine[0], "owned": True}]}) == {}
+
+
+@field("B84")
+def test_ports() -> None:
+    taken = [{"port": 8888, "address": "0.0.0.0", "pid": 7, "process": "jupyter-lab"}]
+    rows = judge(pair(), {"spark-1": node(listeners=taken), "spark-2": node()}, OPTIONS)
+    assert [(row.check, row.node) for row in rows] == [("port", "spark-1")]
+    assert "jupyter-lab (pid 7)" in rows[0].found
+    ours = {**node()["docker"], "containers": [{"name": "x", "owned": True, "state": "running"}]}
+    assert found(listeners=taken, docker=ours) == {}
+
+
+@field("B35")
+def test_memory_is_judged_only_where_a_start_will_happen() -> None:
+    low = {**node()["memory"], "available_bytes": 50 * GIB}
+    assert found(memory=low) == {"memory": "fail"}
+    assert found(Options(min_available_bytes=109 * GIB, start=False), memory=low) == {}
+    ours = {**node()["docker"], "containers": [{"name": "x", "owned": True, "state": "running"}]}
+    assert found(memory=low, docker=ours) == {}
+
+
+def test_memory_that_the_driver_keeps_is_called_by_its_name() -> None:
+    info = memory.parse_meminfo((GB10 / "mem-meminfo-after-stop-driver-retains-80G.txt").read_text())
+    low = {
+        **node()["memory"],
+        "available_bytes": info["MemAvailable"],
+        "unaccounted_bytes": memory.unaccounted(info),
+    }
+    rows = judge(pair(), {"spark-1": node(memory=low), "spark-2": node()}, OPTIONS)
+    assert "driver keeps" in rows[0].remedy
+
+
+@field("B41")
+def test_memory_killers() -> None:
+    assert found(systemd={"memory_killers": [{"unit": "earlyoom.service", "active": True}]}) == {
+        "memory-killer": "fail"
+    }
+    assert found(systemd={"memory_killers": [{"unit": "systemd-oomd.service", "active": True}]}) == {
+        "memory-killer": "warn"
+    }
+    assert found(systemd={"memory_killers": [{"unit": "earlyoom.service", "active": False}]}) == {}
+
+
+@field("B67")
+def test_disk_needs_on_one_filesystem_add_up() -> None:
+    needs = (
+        {"path": "/var/lib/sparkfleet", "bytes": 500 * GIB, "what": "checkpoint"},
+        {"path": "/var/lib/sparkfleet", "bytes": 300 * GIB, "what": "engram"},
+        {"path": "/var/lib/sparkfleet", "bytes": 200 * GIB, "what": "rank file", "rank": 0},
+    )
+    options = Options(disk_needs=needs)
+    rows = judge(pair(), {"spark-1": node(), "spark-2": node()}, options)
+    assert [(row.check, row.node) for row in rows] == [("disk", "spark-1")]
+    assert "checkpoint 500.0 GiB, engram 300.0 GiB, rank file 200.0 GiB" in rows[0].wanted
+
+
+@field("B60")
+def test_data_on_a_network_filesystem() -> None:
+    paths = {"paths": {"/var/lib/sparkfleet": {"mountpoint": "/srv", "fstype": "nfs4", "network": True}}}
+    assert found(disk=paths) == {"disk-network": "fail"}
+
+
+@field("B08", "B12")
+def test_rails_with_foreign_files_or_a_bond() -> None:
+    net = halves()
+    net["enp1s0f0np0"]["addresses"] = [
+        {"cidr": "10.0.0.1/24", "family": "inet"},
+        {"cidr": "10.0.22.1/24", "family": "inet"},
+    ]
+    files = [{"path": "/etc/netplan/60-old.yaml", "netdevs": ["enp1s0f0np0"], "owned": False}]
+    plan = {**node()["netplan"], "files": files}
+    first = node(net=net, netplan=plan)
+    rows = judge(pair(), {"spark-1": first, "spark-2": node()}, OPTIONS)
+    assert [row.check for row in rows] == ["netplan-foreign"]
+    assert "60-old.yaml" in rows[0].found and "10.0.22.1/24" in rows[0].found
+    assert judge(pair(), {"spark-1": first, "spark-2": node()}, Options(takeover=True)) == []
+    net["enp1s0f0np0"].update(master="bond0")
+    assert "bond" in {
+        row.check for row in judge(pair(), {"spark-1": node(net=net), "spark-2": node()}, OPTIONS)
+    }
+
+
+def test_a_foreign_file_that_says_the_same_is_adopted() -> None:
+    net = halves()
+    net["enp1s0f0np0"]["addresses"] = [{"cidr": "10.77.0.1/30", "family": "inet"}]
+    files = [{"path": "/etc/netplan/60-old.yaml", "netdevs": ["enp1s0f0np0"], "owned": False}]
+    made = {"enp1s0f0np0": {"addresses": ["10.77.0.1/30"], "mtu": 9000}}
+    first = node(net=net, netplan={**node()["netplan"], "files": files, "generated": made})
+    assert judge(pair(), {"spark-1": first, "spark-2": node()}, OPTIONS) == []
+
+
+@field("B11")
+def test_rail_speed() -> None:
+    net = halves()
+    net["enp1s0f0np0"]["speed"] = 100000
+    assert found(net=net) == {"rail-speed": "warn"}
+
+
+@field("B20")
+def test_mixed_gid_indexes_once_the_addresses_are_there() -> None:
+    net = halves()
+    gids = {}
+    for number, (netdev, hca) in enumerate(
+        (("enp1s0f0np0", "hca-0000-p0"), ("enP2p1s0f0np0", "hca-0002-p0"))
+    ):
+        net[netdev]["addresses"] = [{"cidr": f"10.77.{number}.1/30", "family": "inet"}]
+        gids[hca] = {
+            "gids": [{"index": 3 + number, "type": "RoCE v2", "ipv4": f"10.77.{number}.1", "ndev": netdev}]
+        }
+    rows = judge(pair(), {"spark-1": node(net=net, rdma=gids), "spark-2": node()}, OPTIONS)
+    mine = [row for row in rows if row.node == "spark-1"]
+    assert [row.check for row in mine] == ["gid"]
+    assert "hca-0000-p0 has 3" in mine[0].found and "hca-0002-p0 has 4" in mine[0].found
+
+
+@field("B87")
+def test_sudo_comes_first() -> None:
+    rows = judge(
+        pair(),
+        {"spark-1": node(os={"arch": "x86"}), "spark-2": node()},
+        OPTIONS,
+        sudo={"spark-1": "Missing sudo password"},
+    )
+    assert rows[0].check == "sudo"
+
+
+def test_an_unreachable_node_is_one_line_with_its_reason() -> None:
+    rows = judge(pair(), {"spark-1": node()}, OPTIONS, messages={"spark-2": "Connection\n refused"})
+    assert [(row.check, row.node, row.found) for row in rows] == [
+        ("unreachable", "spark-2", "Connection refused")
+    ]
+
+
+def test_engine_and_pins() -> None:
+    options = Options(
+        known_engines=("tensorfold_native",),
+        pins={"engine_commit": {"value": "", "where_to_get": "the seed checkout"}, "x": {"value": "1"}},
+    )
+    rows = preflight.inventory_refusals(pair(engine="nope"), options)
+    assert sorted({row.check for row in rows}) == ["engine-unknown", "pin-unset"]
+    assert any(row.remedy == "the seed checkout" for row in rows)
+
+
+def test_warnings_by_variable_only_where_that_is_sane() -> None:
+    low = {**node()["memory"], "available_bytes": GIB}
+    options = Options(min_available_bytes=109 * GIB, warn=("memory", "kernel-denied"))
+    seen = found(options, memory=low, kernel={"release": "6.17.0-1008-nvidia"})
+    assert seen == {"memory": "warn", "kernel-denied": "fail"}
+
+
+def test_unknown_options_are_refused() -> None:
+    with pytest.raises(ValueError, match="unknown preflight option portz"):
+        Options.of({"portz": []})
+
+
+def test_the_table_fits_80_columns_with_the_indent_of_the_callback() -> None:
+    rows = judge(
+        pair(),
+        {"spark-1": node(os={"arch": "x" * 200})},
+        OPTIONS,
+        messages={"spark-2": "no \x1b[31m way " * 30},
+    )
+    table = preflight.table(rows)
+    assert max(len(line) for line in table.splitlines()) <= 72
+    assert "\x1b" not in table
+
+
+def test_json_is_data() -> None:
+    report = preflight_filter.preflight_report(
+        pair(), {"spark-1": {"probe": node()}}, {"min_available_bytes": 0}
+    )
+    loaded = json.loads(report["json"])
+    assert loaded["failed"] is True
+    assert loaded["rows"][0]["check"] == "unreachable"
+
+
+def test_every_check_is_documented() -> None:
+    """Each id in the code has a section in docs/preflight.md and the other way round."""
+    code = set()
+    for name in ("preflight.py", "rails.py"):
+        text = (ROOT / "plugins/module_utils" / name).read_text()
+        code |= set(re.findall(r'Refusal\(\s*"([a-z0-9-]+)"', text)) | set(
+            re.findall(r'^\s*\("(parity-[a-z-]+)"', text, re.M)
+        )
+    documented = set(re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "docs/preflight.md").read_text(), re.M))
+    assert code == documented
