@@ -31,8 +31,33 @@ def replica_status(states: Any) -> dict[str, Any]:
     return {"verdict": verdict, "exit": EXIT_CODES[verdict], "ranks": list(rows)}
 
 
+def status_lines(report: Any) -> list[str]:
+    """The report of `playbooks/status.yml` as lines for a person."""
+    lines = []
+    for replica, row in sorted(dict(report).items()):
+        head = next((rank for rank in row["ranks"] if rank.get("rank") == 0), {})
+        why = f" ({head['why']})" if head.get("why") else ""
+        lines.append(f"{replica}: {row['verdict']}{why}")
+        for rank in row["ranks"]:
+            gid = rank.get("gid") or {}
+            facts = [f"rank {rank.get('rank')}", str(rank.get("node") or ""), str(rank.get("verdict"))]
+            if rank.get("memory_available_gib") is not None:
+                facts.append(f"{rank['memory_available_gib']} GiB available")
+            if gid.get("now") is not None:
+                facts.append(f"GID index {gid['now']}")
+            if rank.get("launch"):
+                facts.append(f"launch {rank['launch']}")
+            lines.append("  " + ", ".join(fact for fact in facts if fact))
+            lines += [f"    {note}" for note in rank.get("notes") or [] if note]
+    return lines
+
+
 class FilterModule:
     """Filters of the collection about whole replicas."""
 
     def filters(self) -> dict[str, Any]:
-        return {"replica_decision": replica_decision, "replica_status": replica_status}
+        return {
+            "replica_decision": replica_decision,
+            "replica_status": replica_status,
+            "status_lines": status_lines,
+        }
