@@ -20,6 +20,7 @@ mix and pad them.
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import re
@@ -690,77 +691,67 @@ def _cut_by(dims: Dims, rule: str, dim: str, size: int, *, world: int, rank: int
     return _check_cut(cut, size, name, rank)
 
 
-def family_parts(
-    lock: ModelLock, dims: Dims, world: int, rank: int, *, drafts: bool = True
-) -> tuple[list[Part], list[str]]:
-    """Plain tensor parallelism by name rules: parts of one rank, and tensors that belong to no language
-    model.
+class Placed(NamedTuple):
+    """A tensor (or one of an EXL3 matrix, by its leaf) with the rule that names it."""
 
-    A tensor that no rule names is refused, unless the model has a vision part (then it is counted as such).
-    """
+    name: str
+    leaf: str
+    entry: LockTensor
+    mode: str
+    dim: str
+    cls: str
+    group: int
+
+
+def classify(lock: ModelLock, dims: Dims, *, drafts: bool = True) -> tuple[list[Placed], list[str]]:
+    """Rules over the names that the headers hold: placed tensors, and those that no rule names."""
     rules = [
         (re.compile(rule.pattern.replace("P\\.", r"(?:layers|mtp)\.\d+\.")), rule)
         for rule in FAMILIES[dims.model_type]
     ]
-    parts: list[Part] = []
+    placed: list[Placed] = []
     unplaced: list[str] = []
     tensors = lock.tensors
-    cache: dict[str, tuple[re.Match[str], Rule] | None] = {}
     for tensor, entry in tensors.items():
         prefix, _dot, leaf = tensor.rpartition(".")
-        exl3 = prefix + ".trellis" in tensors and leaf in ("trellis", "suh", "svh", "mul1", "mcg", "bias")
-        name = prefix if exl3 else tensor
+        exl3 = leaf in _EXL3_LEAVES and prefix + ".trellis" in tensors
         if exl3 and leaf not in ("trellis", "bias"):
             continue
+        name = prefix if exl3 else tensor
         if name.startswith("mtp.") and not drafts:
             continue
-        if name not in cache:
-            hit = next(((m, rule) for pattern, rule in rules if (m := pattern.fullmatch(name))), None)
-            cache[name] = hit
-        hit = cache[name]
-        if hit is None:
+        for pattern, rule in rules:
+            match = pattern.fullmatch(name)
+            if match:
+                mode, _colon, dim = rule.rule.partition(":")
+                cls = "mtp routed" if rule.cls == "routed" and name.startswith("mtp.") else rule.cls
+                group = int(match["group"]) if mode == "group" else 0
+                placed.append(Placed(name, leaf if exl3 else "", entry, mode, dim, cls, group))
+                break
+        else:
             unplaced.append(tensor)
-            continue
-        match, rule = hit
-        mode, _colon, dim = rule.rule.partition(":")
-        cls = "mtp routed" if name.startswith("mtp.") and rule.cls == "routed" else rule.cls
-        parts.extend(
-            _family_part(
-                dims,
-                tensors,
-                entry,
-                name=name,
-                leaf=leaf if exl3 else "",
-                mode=mode,
-                dim=dim,
-                cls=cls,
-                match=match,
-                world=world,
-                rank=rank,
-            )
-        )
-    return parts, unplaced
+    return placed, unplaced
+
+
+_EXL3_LEAVES = frozenset(("trellis", "suh", "svh", "mul1", "mcg", "bias"))
+
+
+def family_parts(
+    placed: list[Placed], tensors: dict[str, LockTensor], dims: Dims, world: int, rank: int
+) -> Iterator[Part]:
+    """Plain tensor parallelism: parts of one rank."""
+    for item in placed:
+        yield from _family_part(item, tensors, dims, world, rank)
 
 
 def _family_part(
-    dims: Dims,
-    tensors: dict[str, LockTensor],
-    entry: LockTensor,
-    *,
-    name: str,
-    leaf: str,
-    mode: str,
-    dim: str,
-    cls: str,
-    match: re.Match[str],
-    world: int,
-    rank: int,
+    item: Placed, tensors: dict[str, LockTensor], dims: Dims, world: int, rank: int
 ) -> Iterator[Part]:
+    name, leaf, entry, mode, dim, cls, group = item
     kind = "exl3" if leaf == "trellis" else "plain"
     tensor = f"{name}.{leaf}" if leaf == "bias" else name
     if mode == "group":
-        each = dims.o_groups // world
-        if int(match["group"]) // each == rank:
+        if group // (dims.o_groups // world) == rank:
             yield Part(tensor, kind, "group", None, None, "", cls)
         return
     if mode == "rowof0":
@@ -922,7 +913,7 @@ def _plain(part: Part, tensors: dict[str, LockTensor], *, rank_file: bool) -> tu
 
 
 def lay_out(
-    scheme: Scheme, parts: Iterator[Part] | list[Part], tensors: dict[str, LockTensor], world: int, rank: int
+    scheme: Scheme, parts: Iterator[Part], tensors: dict[str, LockTensor], world: int, rank: int
 ) -> RankLayout:
     """Entries, bytes, index and file name of one rank, from its parts."""
     rows: list[list[Any]] = []
@@ -996,6 +987,21 @@ def plan_split(
 ) -> Split:
     """Cut a checkpoint for every rank of a replica. Raises SplitError with the dimension or tensor that
     fails."""
+    # Hundreds of thousands of rows and no cycles: the collector would only walk them again and again.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        return _plan_split(lock, engine, world, drafts=drafts, parity=parity)
+    finally:
+        if collecting:
+            gc.enable()
+
+
+def _plan_split(
+    lock: ModelLock, engine: str, world: int, *, drafts: bool = True, parity: bool = False
+) -> Split:
+    """Cut a checkpoint for every rank of a replica. Raises SplitError with the dimension or tensor that
+    fails."""
     scheme = scheme_named(engine)
     kind = model_type(lock.config)
     dims = read_dims(lock.config)
@@ -1030,14 +1036,15 @@ def plan_split(
     tensors = lock.tensors
     warnings = audit(lock)
     ranks: list[RankLayout] = []
+    placed: list[Placed] = []
     unplaced: list[str] = []
+    if not scheme.rank_file:
+        placed, unplaced = classify(lock, dims, drafts=drafts)
     for rank in range(world):
         if scheme.rank_file:
-            parts: Iterator[Part] | list[Part] = native_parts(
-                scheme, dims, world, rank, drafts=drafts, parity=parity
-            )
+            parts = native_parts(scheme, dims, world, rank, drafts=drafts, parity=parity)
         else:
-            parts, unplaced = family_parts(lock, dims, world, rank, drafts=drafts)
+            parts = family_parts(placed, tensors, dims, world, rank)
         ranks.append(lay_out(scheme, parts, tensors, world, rank))
     if scheme.rank_file:
         used = {part.name for layout in ranks for part, _size in layout.parts}

@@ -356,7 +356,12 @@ def run(module: AnsibleModule) -> dict[str, Any]:
     result: dict[str, Any] = {"changed": False}
     lock = find_lock(params)
     if lock.source.get("kind") == "reconstructed":
-        module.warn("the lock is reconstructed: it is good for estimates, not for a replica")
+        raise PlanError(
+            "reconstructed-lock",
+            "is reconstructed, its headers were never seen: good for sparkplan, not for a replica",
+            tensor="lock",
+            remedy="give hub or directory",
+        )
     tables = find_engram(params)
     request = replica_plan.Request(
         context=params["context"],
