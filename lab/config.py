@@ -1,7 +1,7 @@
 """Names, addresses and paths of one lab instance.
 
-Several instances live side by side on one machine, told apart by ``LAB_NAME`` (default ``lab``). Each has a management
-network of its own; the rails are private to an instance, so their addresses are the same in all.
+Several instances live side by side on one machine, told apart by ``LAB_NAME`` (default ``lab``). Each has a
+management network of its own; the rails are private to an instance, so their addresses are the same in all.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Instance:
 
     @property
     def directory(self) -> Path:
-        """What the instance keeps beside the checkout: keys, known_hosts, inventory, ``up.json`` while it is up."""
+        """What the instance keeps: keys, known_hosts, inventory, and ``up.json`` while it is up."""
         return REPOSITORY / ".lab" / self.name
 
     @property

@@ -1,8 +1,9 @@
 """The lab's images, made from Debian packages: nothing is pulled from a registry.
 
-``mmdebstrap`` makes two root file systems (about a minute together), ``docker import`` and the classic builder turn them
-into the node image (nodes, hub and cable run it) and the base image (what the lab engine is built from, inside the nodes).
-Every step is keyed by a hash of what goes into it, so a second run finds its result and does nothing.
+``mmdebstrap`` makes two root file systems (about a minute together), ``docker import`` and the classic
+builder turn them into the node image (nodes, hub and cable run it) and the base image (what the lab engine is
+built from, inside the nodes). Every step is keyed by a hash of what goes into it, so a second run finds its
+result and does nothing.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Bring a lab instance up and down.
 
-``up`` is safe to repeat: it makes what is missing and leaves what runs. Containers, networks and volumes carry the label
-``sparkfleet.lab=NAME``; nothing without it is ever touched.
+``up`` is safe to repeat: it makes what is missing and leaves what runs. Containers, networks and volumes
+carry the label ``sparkfleet.lab=NAME``; nothing without it is ever touched.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
 import tarfile
 import time
 import urllib.request
@@ -44,8 +45,9 @@ from .inventory import inventory_text
 
 BOOT_SECONDS = 90
 BASE_NAME = "lab/base:1"
-# What systemd, networkd and an inner Docker engine need. Not in it, on purpose: SYS_TIME, SYS_MODULE, SYS_RAWIO, SYS_BOOT,
-# SYS_RESOURCE (and MAC_*, AUDIT_CONTROL, WAKE_ALARM, SYSLOG): a node must not reach this machine's clock, kernel or disks.
+# What systemd, networkd and an inner Docker engine need. Not in it, on purpose: SYS_TIME, SYS_MODULE,
+# SYS_RAWIO, SYS_BOOT, SYS_RESOURCE (and MAC_*, AUDIT_CONTROL, WAKE_ALARM, SYSLOG): a node must not reach this
+# machine's clock, kernel or disks.
 CAPABILITIES = (
     *(
         "AUDIT_WRITE",
@@ -89,7 +91,7 @@ def connect() -> docker.DockerClient:
 
 
 def daemon_json(node: str) -> str:
-    """The node's /etc/docker/daemon.json as shipped: no nvidia runtime yet, and keys that are not ours to lose."""
+    """The node's /etc/docker/daemon.json as shipped: no nvidia runtime, and keys not to be lost."""
     common: dict[str, Any] = {
         "insecure-registries": [f"{HUB_NAME}:{REGISTRY_PORT}"],
         "log-driver": "json-file",
@@ -140,7 +142,7 @@ def run_in(container: Container, *command: str) -> tuple[int, str]:
 
 
 def make_keys(lab: Instance) -> None:
-    """The instance's key pair, one host key for each node, known_hosts and an ssh configuration that uses them."""
+    """The instance's key pair, a host key for each node, known_hosts and an ssh configuration."""
     directory = lab.directory / "ssh"
     directory.mkdir(parents=True, exist_ok=True)
     directory.chmod(0o700)
@@ -259,9 +261,20 @@ def create_node(client: docker.DockerClient, lab: Instance, tag: str, node: str)
     return container
 
 
+def hub_content() -> Path:
+    """What the Hub stand-in serves: the generated checkpoint, Engram shards and kit, kept in the cache."""
+    source = REPOSITORY / "lab/checkpoint"
+    target = cache_directory() / "hub" / image.short_hash(image.tree_parts(source))
+    command = [sys.executable, "-m", "lab.checkpoint", str(target)]
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"lab: making the checkpoint failed:\n{done.stderr}")
+    return target
+
+
 def create_hub(client: docker.DockerClient, lab: Instance, tag: str, seed: str) -> Container:
     volumes = {seed: {"bind": "/seed/docker-registry", "mode": "ro"}}
-    return client.containers.create(
+    container = client.containers.create(
         tag,
         command=["/usr/bin/python3", "-m", "lab.node.hub"],
         name=lab.container("hub"),
@@ -272,6 +285,9 @@ def create_hub(client: docker.DockerClient, lab: Instance, tag: str, seed: str) 
         stop_signal="SIGTERM",
         **networking(lab, client, lab.hub_address, HUB_NAME),
     )
+    if not container.put_archive("/", image.pack({"srv/hub": hub_content()})):
+        raise SystemExit(f"lab: cannot put the checkpoint into {container.name}")
+    return container
 
 
 def create_cable(client: docker.DockerClient, lab: Instance, tag: str) -> Container:
@@ -292,7 +308,7 @@ def create_cable(client: docker.DockerClient, lab: Instance, tag: str) -> Contai
 
 
 def registry_seed(client: docker.DockerClient, node_tag: str, base_tag: str) -> str:
-    """A volume with a registry's storage that holds ``lab/base:1``, made once for a base image; returns its name."""
+    """A volume with a registry's storage that holds ``lab/base:1``, made once; returns its name."""
     volume = f"{PREFIX}-registry-seed-{base_tag.rpartition(':')[2]}"
     try:
         client.volumes.get(volume)
@@ -303,7 +319,8 @@ def registry_seed(client: docker.DockerClient, node_tag: str, base_tag: str) -> 
     say(f"pushing {BASE_NAME} into the registry's storage")
     scratch = f"{volume}-making"
     client.volumes.create(scratch, labels={LABEL: "cache"})
-    # The port is published on the loopback address because a Docker engine trusts only a local registry without TLS.
+    # The port is published on the loopback address because a Docker engine trusts only a local registry
+    # without TLS.
     registry = client.containers.run(
         node_tag,
         command=["/usr/bin/python3", "-m", "lab.node.hub"],
@@ -365,7 +382,10 @@ def wait_for(ready: Callable[[], bool], what: str, seconds: float) -> None:
 
 
 def is_booted(container: Container) -> bool:
-    _, state = run_in(container, "systemctl", "is-system-running")
+    try:
+        _, state = run_in(container, "systemctl", "is-system-running")
+    except APIError:  # between two lives of a node that reboots
+        return False
     return state.strip() in ("running", "degraded")
 
 
@@ -434,7 +454,7 @@ def down(lab: Instance) -> None:
 
 
 def purge() -> None:
-    """Remove everything that the lab ever made on this machine: all instances, images, volumes, caches, keys."""
+    """Remove all that the lab ever made on this machine: instances, images, volumes, caches, keys."""
     client = connect()
     every = {"label": LABEL}
     for container in client.containers.list(all=True, filters=every):

@@ -1,9 +1,9 @@
 """Fault switches: what a lab can be made to suffer.
 
-A family of faults is one module in this package with a tuple ``FAULTS``; adding a file adds its switches. A switch that is
-on is a file: in the node under /var/lib/lab/faults/NAME (it survives a reboot), or, when ``on_cable``, in the cable
-container under /var/lib/lab/faults/NUMBER.NAME. Stand-ins look for the file each time they are asked. A fault that must be
-acted out once (a command in the node) has ``act`` and ``undo``.
+A family of faults is one module in this package with a tuple ``FAULTS``; adding a file adds its switches. A
+switch that is on is a file: in the node under /var/lib/lab/faults/NAME (it survives a reboot), or, when
+``on_cable``, in the cable container under /var/lib/lab/faults/NUMBER.NAME. Stand-ins look for the file each
+time they are asked. A fault that must be acted out once (a command in the node) has ``act`` and ``undo``.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ DIRECTORY = "/var/lib/lab/faults"
 
 @dataclass(frozen=True)
 class Fault:
-    """One switch. ``value`` says what ``--value`` means and what it is when not given; ``act`` and ``undo`` are commands
-    run as root in the node, in which ``{value}`` stands for the value."""
+    """One switch. ``value`` says what ``--value`` means, ``default`` is used without it. ``act`` and
+    ``undo`` are commands that root runs in the node; in them ``{value}`` stands for the value."""
 
     name: str
     summary: str
@@ -55,7 +55,7 @@ def chosen_nodes(node: str) -> tuple[str, ...]:
 
 
 def switch(lab: Instance, name: str, node: str = "all", on: bool = True, value: str | None = None) -> None:
-    """Set a switch on one node or on all. A bad name or a lab that is down ends the program with a message."""
+    """Set a switch on one node or all. A bad name, or a lab that is down, is a SystemExit with a message."""
     from ..instance import File, connect, find, put, run_in
 
     fault = known().get(name)

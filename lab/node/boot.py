@@ -1,10 +1,12 @@
-"""PID 1 of a lab node until systemd takes over: make the container look like a Spark, and keep its hands off the host.
+"""PID 1 of a lab node until systemd takes over: look like a Spark, keep hands off the host.
 
-Docker gives a container without ``--privileged`` a read-only /sys, /proc/sys and cgroup tree. systemd, networkd and an
-inner Docker engine need parts of them writable; the rest must stay out of reach:
+Docker gives a container without ``--privileged`` a read-only /sys, /proc/sys and cgroup tree. systemd,
+networkd and an inner Docker engine need parts of them writable; the rest must stay out of reach:
 
-* ``/sys`` is made writable and every part of it is bound read-only again, except this container's own network devices;
-* ``/proc/sys/{vm,fs,kernel}`` are not namespaced: the node gets private copies, so ``sysctl -w`` stays in the node;
+* ``/sys`` is made writable and every part of it is bound read-only again, except this container's own network
+  devices;
+* ``/proc/sys/{vm,fs,kernel}`` are not namespaced: the node gets private copies, so ``sysctl -w`` stays in the
+  node;
 * the cgroup tree is writable, but the device list at its top is not: systemd would otherwise widen it.
 """
 
@@ -28,10 +30,14 @@ CMDLINE = (
     "pci=pcie_bus_safe fsck.mode=skip fsck.repair=no crashkernel=1G-:0M console=ttyS0,921600\n"
 )
 VERSION = (
-    f"Linux version {KERNEL} (buildd@bos03-arm64-051) (aarch64-linux-gnu-gcc-13 (Ubuntu 13.3.0-6ubuntu2~24.04) 13.3.0, "
+    f"Linux version {KERNEL} (buildd@bos03-arm64-051) "
+    "(aarch64-linux-gnu-gcc-13 (Ubuntu 13.3.0-6ubuntu2~24.04) 13.3.0, "
     "GNU ld (GNU Binutils for Ubuntu) 2.42) #32-Ubuntu SMP PREEMPT_DYNAMIC\n"
 )
-SWAPS = "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n/swap.img                               file\t\t16777212\t0\t\t-2\n"
+SWAPS = (
+    "Filename\t\t\t\tType\t\tSize\t\tUsed\t\tPriority\n"
+    "/swap.img                               file\t\t16777212\t0\t\t-2\n"
+)
 DMI = {
     "sys_vendor": "NVIDIA",
     "product_name": "NVIDIA_DGX_Spark",
@@ -153,7 +159,7 @@ def open_classes() -> None:
 
 
 def make_devices() -> None:
-    """Device nodes of a Spark. They have the numbers of /dev/null: nothing behind them, and no rule to widen."""
+    """Device nodes of a Spark, with the numbers of /dev/null: nothing behind them, no rule to widen."""
     null = os.makedev(1, 3)
     names = ["infiniband/rdma_cm", *(f"infiniband/uverbs{index}" for index in range(len(FUNCTIONS)))]
     names += ["nvidia0", "nvidiactl", "nvidia-uvm", "nvidia-modeset"]
@@ -165,7 +171,8 @@ def make_devices() -> None:
 
 
 def main() -> None:
-    # /run is a tmpfs that starts empty at each boot; the GPU's state and the memory ledger live and die with it.
+    # /run is a tmpfs that starts empty at each boot; the GPU's state and the memory ledger live and die with
+    # it.
     shutil.rmtree(STATE, ignore_errors=True)
     STATE.mkdir(parents=True)
     ledger = STATE / "memory"

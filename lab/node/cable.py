@@ -1,11 +1,12 @@
-"""The QSFP cable between two lab nodes, run in a container of its own (host process ids, NET_ADMIN, nothing more).
+"""The QSFP cable between two lab nodes, in a container of its own: host process ids, NET_ADMIN, SYS_PTRACE.
 
-Each of a node's four ConnectX-7 netdevs is one end of a veth pair; the other end stays here. The two ends of a rail meet
-in a bridge, so that a node which restarts loses its own netdevs only: its neighbour keeps its netdevs, addresses and
-routes and sees the carrier drop, as with a cable. When the node is back, its netdevs are plugged in again.
+Each of a node's four ConnectX-7 netdevs is one end of a veth pair; the other end stays here. The two ends of
+a rail meet in a bridge, so that a node which restarts loses its own netdevs only: its neighbour keeps its
+netdevs, addresses and routes and sees the carrier drop, as with a cable. When the node is back, its netdevs
+are plugged in again.
 
-Fault files (``/var/lib/lab/faults/NODE.NAME``): ``cut-rail`` (a rail number, or empty for both), ``no-cable`` (the node has
-no functions at all), ``rail-rate`` (Mbit/s).
+Fault files (``/var/lib/lab/faults/NODE.NAME``): ``cut-rail`` (a rail number, or empty for both), ``no-cable``
+(the node has no functions at all), ``rail-rate`` (Mbit/s).
 """
 
 from __future__ import annotations

@@ -1,12 +1,13 @@
 """lab-hardware.service: the sysfs and /proc files of hardware that this machine does not have.
 
-One FUSE file system under /run/lab/hardware computes every file at the moment it is read, so nothing can be stale, and an
-empty GID slot answers EINVAL as the kernel's does. Its parts are bound to where a reader expects them:
+One FUSE file system under /run/lab/hardware computes every file at the moment it is read, so nothing can be
+stale, and an empty GID slot answers EINVAL as the kernel's does. Its parts are bound to where a reader
+expects them:
 
     infiniband/        -> /sys/class/infiniband
     pci/               -> /sys/bus/pci/devices
-    net/NETDEV/speed   -> /sys/class/net/NETDEV/speed, with ``device`` and ``phys_port_name`` added by an overlay
-    meminfo            -> /proc/meminfo
+    net/NETDEV/speed   -> /sys/class/net/NETDEV/speed, with ``device`` and ``phys_port_name`` added by an
+    overlay meminfo            -> /proc/meminfo
 """
 
 from __future__ import annotations
@@ -56,8 +57,8 @@ NetState = dict[str, Any]
 def claims(ledger: Path = LEDGER) -> list[tuple[int, int, str]]:
     """Memory claims of live ranks: (pid, kB, process name).
 
-    A rank claims by writing ``<kB> <name>`` to a file of its own in /run/lab/memory (bound into every container) and
-    holding an exclusive flock on it; the claim ends with the lock, however the rank ends.
+    A rank claims by writing ``<kB> <name>`` to a file of its own in /run/lab/memory (bound into every
+    container) and holding an exclusive flock on it; the claim ends with the lock, however the rank ends.
     """
     holders: dict[int, int] = {}
     for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
@@ -157,7 +158,8 @@ class Hardware:
                     "cap_mask": "0x00010000\n",
                     "gids": gids,
                     "gid_attrs": {"types": types, "ndevs": ndevs},
-                    # Four-byte words. The lab's ranks speak TCP over the rails, so the netdev's bytes are the port's.
+                    # Four-byte words. The lab's ranks speak TCP over the rails, so the netdev's bytes are the
+                    # port's.
                     "counters": {
                         "port_xmit_data": f"{stats.get('tx', {}).get('bytes', 0) // 4}\n",
                         "port_rcv_data": f"{stats.get('rx', {}).get('bytes', 0) // 4}\n",
@@ -187,12 +189,12 @@ def net_tree(link: NetState) -> Tree:
 
 
 def pci_tree(present: list[Function]) -> Tree:
-    def device(
-        address: str, vendor: str, device_id: str, kind: str, driver: str, speed: str, width: str
-    ) -> Tree:
+    def device(address: str, identity: str, kind: str, driver: str, link: str) -> Tree:
+        vendor, device_id = identity.split(":")
+        speed, width = link.split(" x")
         return {
-            "vendor": vendor + "\n",
-            "device": device_id + "\n",
+            "vendor": f"0x{vendor}\n",
+            "device": f"0x{device_id}\n",
             "class": kind + "\n",
             "current_link_speed": speed + "\n",
             "current_link_width": width + "\n",
@@ -204,14 +206,12 @@ def pci_tree(present: list[Function]) -> Tree:
         }
 
     tree: Tree = {
-        GPU_PCI: device(GPU_PCI, "0x10de", "0x2e12", "0x030000", "nvidia", "2.5 GT/s PCIe", "1"),
-        MANAGEMENT_PCI: device(
-            MANAGEMENT_PCI, "0x10ec", "0x8127", "0x020000", "r8127", "16.0 GT/s PCIe", "1"
-        ),
-        NVME_PCI: device(NVME_PCI, "0x144d", "0xa810", "0x010802", "nvme", "32.0 GT/s PCIe", "4"),
+        GPU_PCI: device(GPU_PCI, "10de:2e12", "0x030000", "nvidia", "2.5 GT/s PCIe x1"),
+        MANAGEMENT_PCI: device(MANAGEMENT_PCI, "10ec:8127", "0x020000", "r8127", "16.0 GT/s PCIe x1"),
+        NVME_PCI: device(NVME_PCI, "144d:a810", "0x010802", "nvme", "32.0 GT/s PCIe x4"),
     }
     for function in present:
-        entry = device(function.pci, "0x15b3", "0x1021", "0x020000", "mlx5_core", "32.0 GT/s PCIe", "4")
+        entry = device(function.pci, "15b3:1021", "0x020000", "mlx5_core", "32.0 GT/s PCIe x4")
         entry["net"] = {function.netdev: {}}
         entry["infiniband"] = {function.rdma: {}}
         tree[function.pci] = entry
@@ -317,7 +317,7 @@ def dress_all() -> None:
 
 
 def follow_links() -> None:
-    """Dress each netdev when it appears. A netlink socket wakes us; a netdev that goes takes its mounts along."""
+    """Dress each netdev when it appears. Netlink wakes us; a netdev that goes takes its mounts along."""
     with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as events:
         events.bind((0, 1))  # RTMGRP_LINK
         events.settimeout(5)

@@ -1,4 +1,4 @@
-"""The lab's hub container: Debian's docker-registry on port 5000 and the Hugging Face Hub stand-in on port 8080.
+"""The lab's hub container: Debian's docker-registry on port 5000, the Hugging Face Hub stand-in on 8080.
 
 The registry starts from a copy of the cached seed (the base image of the lab engine). The Hub stand-in is
 ``lab/hub/server.py``; it serves the small repositories that ``lab/checkpoint`` generates into ``/srv/hub``.

@@ -1,7 +1,7 @@
 """/proc/meminfo as a Spark shows it, computed from what runs on the node.
 
-Recorded: MemTotal 127535084 kB, CmaTotal 131072 kB with CmaFree 69320 kB on a healthy 6.17 kernel; an idle machine with
-its desktop uses 3.5 GiB in all (118 GiB available); swap is a file of 16 GiB.
+Recorded: MemTotal 127535084 kB, CmaTotal 131072 kB with CmaFree 69320 kB on a healthy 6.17 kernel; an idle
+machine with its desktop uses 3.5 GiB in all (118 GiB available); swap is a file of 16 GiB.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ PAGE_CACHE = 2 * GIB
 @dataclass(frozen=True)
 class Memory:
     """Who uses the node's memory. ``claimed``: kB that live ranks hold; ``desktop``: the login screen runs;
-    ``retained``: kB that the driver keeps in no category after a stop; ``sink``: MemAvailable forced to this many kB;
-    ``kho``: the broken 7.0 kernel (CmaTotal 0, CmaFree above it, about 9.3 GiB gone)."""
+    ``retained``: kB that the driver keeps in no category after a stop; ``sink``: MemAvailable forced to this
+    many kB; ``kho``: the broken 7.0 kernel (CmaTotal 0, CmaFree above it, about 9.3 GiB gone)."""
 
     claimed: int = 0
     desktop: bool = True

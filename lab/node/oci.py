@@ -1,9 +1,9 @@
 """The OCI runtime of a lab node: runc, told first what this machine cannot do and a Spark can.
 
-``/usr/sbin/runc`` and ``/usr/bin/nvidia-container-runtime`` call this for ``create`` and ``run``. It appends what the
-product asked for, unchanged, to /var/log/lab-oci.jsonl; then it takes from the container's spec what the lab cannot give
-(capabilities, limits), and adds what a Spark would show inside (memory, RDMA devices in sysfs, nvidia-smi).
-Environment values never reach the log: names only.
+``/usr/sbin/runc`` and ``/usr/bin/nvidia-container-runtime`` call this for ``create`` and ``run``. It appends
+what the product asked for, unchanged, to /var/log/lab-oci.jsonl; then it takes from the container's spec what
+the lab cannot give (capabilities, limits), and adds what a Spark would show inside (memory, RDMA devices in
+sysfs, nvidia-smi). Environment values never reach the log: names only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def environment(spec: Spec) -> dict[str, str]:
 
 
 def gpus_of(spec: Spec) -> str:
-    """What the container was promised of the GPU: the value of NVIDIA_VISIBLE_DEVICES that Docker or the user set."""
+    """The value of NVIDIA_VISIBLE_DEVICES that Docker (for a device request) or the user set."""
     hooks = spec.get("hooks", {}).get("prestart", [])
     by_docker = any("nvidia-container-runtime-hook" in hook.get("path", "") for hook in hooks)
     value = environment(spec).get("NVIDIA_VISIBLE_DEVICES", "")
@@ -85,11 +85,12 @@ def own_capabilities() -> set[int]:
     return {number for number in range(64) if int(bounding, 16) >> number & 1}
 
 
-CAPABILITIES = (
-    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE NET_BIND_SERVICE "
-    "NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT SYS_PTRACE SYS_PACCT SYS_ADMIN "
-    "SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE "
-    "MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ PERFMON BPF CHECKPOINT_RESTORE"
+CAPABILITIES = (  # noqa: SIM905 - by number, from linux/capability.h
+    "CHOWN DAC_OVERRIDE DAC_READ_SEARCH FOWNER FSETID KILL SETGID SETUID SETPCAP LINUX_IMMUTABLE "
+    "NET_BIND_SERVICE NET_BROADCAST NET_ADMIN NET_RAW IPC_LOCK IPC_OWNER SYS_MODULE SYS_RAWIO SYS_CHROOT "
+    "SYS_PTRACE SYS_PACCT SYS_ADMIN SYS_BOOT SYS_NICE SYS_RESOURCE SYS_TIME SYS_TTY_CONFIG MKNOD LEASE "
+    "AUDIT_WRITE AUDIT_CONTROL SETFCAP MAC_OVERRIDE MAC_ADMIN SYSLOG WAKE_ALARM BLOCK_SUSPEND AUDIT_READ "
+    "PERFMON BPF CHECKPOINT_RESTORE"
 ).split()
 
 

@@ -1,7 +1,8 @@
 """The fixed parts of a simulated Spark: its network functions, their addresses and names.
 
-Sources: the table of ConnectX-7 functions in NVIDIA's connect-two-sparks playbook and NVIDIA/daqiri#108; the MAC spacing
-(management n, functions n+1, n+2, n+5, n+6) and the versions are as recorded from Founders Edition machines.
+Sources: the table of ConnectX-7 functions in NVIDIA's connect-two-sparks playbook and NVIDIA/daqiri#108; the
+MAC spacing (management n, functions n+1, n+2, n+5, n+6) and the versions are as recorded from Founders
+Edition machines.
 """
 
 from __future__ import annotations
@@ -81,7 +82,7 @@ def fault(name: str, root: Path = FAULTS) -> str | None:
 
 
 def is_mounted(path: Path) -> bool:
-    """True when something is mounted there. ``os.path.ismount`` does not see a bind within one file system."""
+    """Whether something is mounted there; ``os.path.ismount`` misses a bind within one file system."""
     target = str(path)
     with Path("/proc/self/mountinfo").open(encoding="utf-8") as table:
         return any(line.split()[4] == target for line in table)

@@ -1,8 +1,9 @@
 """The GID tables of a simulated ConnectX-7, as the kernel would keep them.
 
-Pure: no clock, no files. ``GidTable`` is told which addresses a netdev has and keeps the table that ``ib_core`` would:
-two default entries made from the MAC (RoCE v1, then v2), then a v1 and a v2 entry for each address, put into the first
-free slots. Entries do not move when others go: a removed address leaves a hole, and the next one fills it.
+Pure: no clock, no files. ``GidTable`` is told which addresses a netdev has and keeps the table that
+``ib_core`` would: two default entries made from the MAC (RoCE v1, then v2), then a v1 and a v2 entry for each
+address, put into the first free slots. Entries do not move when others go: a removed address leaves a hole,
+and the next one fills it.
 """
 
 from __future__ import annotations
@@ -35,8 +36,9 @@ class Gid:
 class GidFaults:
     """What the fault switches ask of a table (see ``lab/fault/gid.py``).
 
-    ``hole``: the entries of IPv4 addresses are gone. ``drift``: the v2 entry of the first IPv4 address sits at this index.
-    ``late``: an entry appears this many seconds after its address. ``shift``: a random link-local address holds 2 and 3.
+    ``hole``: the entries of IPv4 addresses are gone. ``drift``: the v2 entry of the first IPv4 address sits
+    at this index. ``late``: an entry appears this many seconds after its address. ``shift``: a random
+    link-local address holds 2 and 3.
     """
 
     hole: bool = False
@@ -55,7 +57,7 @@ class GidTable:
     _faults: GidFaults = field(default_factory=GidFaults)
 
     def update(self, addresses: list[str], now: float, faults: GidFaults | None = None) -> None:
-        """Bring the table in step with ``addresses`` (in the order of their arrival) at time ``now`` (seconds)."""
+        """Bring the table in step with ``addresses`` (in order of arrival) at time ``now`` (seconds)."""
         faults = faults or GidFaults()
         if (faults.drift, faults.shift, faults.hole) != (
             self._faults.drift,

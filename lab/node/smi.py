@@ -1,9 +1,9 @@
 #!/usr/bin/python3
 """nvidia-smi of a GB10, as recorded: a stand-in with the driver's state, lost at each boot.
 
-One file without imports from the lab, so that the OCI runtime can bind it into containers. Texts and layouts are those of
-recorded sessions (drivers 580.126.09 to 580.178.04); the state is /run/lab/smi.json, the fault switches are
-/var/lib/lab/faults/{smi-hang,smi-lost,low-power}.
+One file without imports from the lab, so that the OCI runtime can bind it into containers. Texts and layouts
+are those of recorded sessions (drivers 580.126.09 to 580.178.04); the state is /run/lab/smi.json, the fault
+switches are /var/lib/lab/faults/{smi-hang,smi-lost,low-power}.
 """
 
 from __future__ import annotations
@@ -293,9 +293,8 @@ def administer(option: str, value: str) -> int:
         print(f"Setting locked memory clocks is not supported for GPU {BUS}.")
         return 3
     if option in ("-pl", "--power-limit"):
-        print(
-            f"Changing power management limit is not supported for GPU: {BUS}.\nTreating as warning and moving on.\nAll done."
-        )
+        print(f"Changing power management limit is not supported for GPU: {BUS}.")
+        print("Treating as warning and moving on.\nAll done.")
         return 0
     print(f"Persistence mode is already Enabled for GPU {BUS}.\nAll done.")
     return 0
@@ -332,7 +331,7 @@ def main(arguments: list[str]) -> int:
         return print_clock_report()
     if not words:
         return print_table()
-    print(f"Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n")
+    print("Invalid combination of input arguments. Please run 'nvidia-smi -h' for help.\n")
     return 1
 
 

@@ -1,0 +1,269 @@
+"""The role fabric on two nodes: from every start to the right end or to one clear refusal, and `changed=0`
+after."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lab.testing import Node, eventually, lab, nodes
+from tests.proof.prove import Run, play, prove_check_mode
+
+pytestmark = pytest.mark.lab
+PLAYBOOK = "tests/lab/fabric.yml"
+OWN = "/etc/netplan/40-cx7.yaml"
+RAILS = ("enp1s0f0np0", "enP2p1s0f0np0")
+OTHER = ("enp1s0f1np1", "enP2p1s0f1np1")
+STATE = "/var/lib/sparkfleet/fabric"
+
+
+def inventory() -> str:
+    return str(lab().directory / "inventory")
+
+
+def run(*extra: str, **variables: object) -> Run:
+    words = ["-e", json.dumps(variables)] if variables else []
+    return play(PLAYBOOK, inventory(), extra=[*words, *extra])
+
+
+def planned(node: Node) -> list[str]:
+    hosts = yaml.safe_load(Path(inventory(), "hosts.yml").read_text())["all"]["children"]["sparks"]["hosts"]
+    return [rail["address"] for rail in hosts[node.name]["sparkfleet_rails"]]
+
+
+def ipv4(node: Node, netdev: str) -> list[str]:
+    rows = json.loads(node.text("ip", "-j", "-4", "address", "show", "dev", netdev))
+    return [
+        f"{item['local']}/{item['prefixlen']}" for row in rows for item in row.get("addr_info", []) if item
+    ]
+
+
+def mtu(node: Node, netdev: str) -> int:
+    return int(node.read(f"/sys/class/net/{netdev}/mtu"))
+
+
+def right(node: Node, netdevs: Sequence[str] = RAILS) -> bool:
+    return [ipv4(node, name) for name in netdevs] == [[one] for one in planned(node)] and all(
+        mtu(node, name) == 9000 for name in netdevs
+    )
+
+
+def bare(node: Node) -> None:
+    """Rails as a machine has them that nobody has set up: no file, no address, links down, MTU 1500."""
+    node.run("systemctl", "stop", "sparkfleet-fabric-rollback.timer")
+    node.run("rm", "-rf", STATE)
+    node.text("sh", "-c", "cd /etc/netplan && find . -type f ! -name 00-base.yaml -delete")
+    for name in (*RAILS, *OTHER):
+        node.run("ip", "address", "flush", "dev", name)
+        node.run("ip", "link", "set", name, "mtu", "1500")
+    node.text("netplan", "generate")
+    node.text("networkctl", "reload")
+    for name in (*RAILS, *OTHER):
+        node.run("ip", "address", "flush", "dev", name)
+        node.run("ip", "link", "set", name, "mtu", "1500", "down")
+
+
+def foreign(node: Node, name: str, addresses: dict[str, list[str]], mtu: int | None = 9000) -> None:
+    """A netplan file that somebody else wrote, applied."""
+    ethernets = {}
+    for netdev, items in addresses.items():
+        ethernets[netdev] = {
+            "dhcp4": False,
+            "link-local": [],
+            "addresses": items,
+            **({"mtu": mtu} if mtu else {}),
+        }
+    text = yaml.safe_dump({"network": {"version": 2, "ethernets": ethernets}})
+    node.write(f"/etc/netplan/{name}", text, 0o600)
+    node.text("netplan", "apply")
+    for netdev, items in addresses.items():
+        eventually(lambda n=netdev, i=items: sorted(ipv4(node, n)) == sorted(i), f"{items} on {netdev}")
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[Node, Node]]:
+    both = nodes()
+    for node in both:
+        bare(node)
+    yield both
+    for node in both:
+        bare(node)
+
+
+def converged(both: tuple[Node, Node], result: Run, changed: int = 2) -> None:
+    assert result.rc == 0, result.output[-3000:]
+    assert result.changed_count() == changed, result.output[-3000:]
+    assert all(right(node) for node in both)
+    again = run()
+    assert (again.rc, again.changed_count()) == (0, 0), again.output[-3000:]
+
+
+def refused(result: Run, *words: str) -> None:
+    assert result.rc != 0
+    flat = " ".join(result.output.split())
+    for word in words:
+        assert word in flat, result.output[-3000:]
+
+
+@pytest.mark.field("B03", "B10", "B18")
+def test_check_mode_tells_the_truth_from_no_addresses(pair: tuple[Node, Node]) -> None:
+    proof = prove_check_mode(PLAYBOOK, inventory())
+    assert not proof.problems, proof.report()
+    assert proof.real is not None and proof.real.changed_count() == 2
+    for node in pair:
+        assert right(node)
+        assert node.text("stat", "-c", "%a %U", OWN) == "600 root"
+        assert node.run("systemctl", "is-active", "sparkfleet-fabric-rollback.timer").status != 0
+        # Only the cage with the cable; the other one is as it was.
+        assert all(ipv4(node, name) == [] for name in OTHER)
+
+
+@pytest.mark.field("B07")
+def test_the_addresses_are_there_after_a_restart(pair: tuple[Node, Node]) -> None:
+    assert run().rc == 0
+    for node in pair:
+        node.restart()
+    for node in pair:
+        eventually(lambda node=node: right(node), "the rails after a restart", 60)
+    again = run()
+    assert (again.rc, again.changed_count()) == (0, 0), again.output[-3000:]
+
+
+def test_a_valid_foreign_set_up_is_adopted(pair: tuple[Node, Node]) -> None:
+    for node in pair:
+        foreign(node, "60-mine.yaml", {name: [one] for name, one in zip(RAILS, planned(node), strict=True)})
+    result = run()
+    assert (result.rc, result.changed_count()) == (0, 0), result.output[-3000:]
+    for node in pair:
+        assert node.run("test", "-e", OWN).status != 0
+
+
+@pytest.mark.field("B08", "B95")
+def test_a_stale_second_file_is_refused_then_taken_over(pair: tuple[Node, Node]) -> None:
+    assert run().rc == 0
+    first = pair[0]
+    foreign(first, "60-old-mesh.yaml", {RAILS[0]: ["10.0.22.1/24", planned(first)[0]]})
+    result = run()
+    refused(result, "60-old-mesh.yaml", "fabric_takeover")
+    assert result.changed_count() == 0
+    converged(pair, run(fabric_takeover=True), changed=1)
+    names = first.text("ls", "/etc/netplan").split()
+    assert "60-old-mesh.yaml.sparkfleet-disabled" in names and "00-base.yaml" in names
+
+
+def test_nvidias_own_file_is_not_ours(pair: tuple[Node, Node]) -> None:
+    for number, node in enumerate(pair):
+        foreign(
+            node,
+            "40-cx7.yaml",
+            {RAILS[0]: [f"192.168.100.1{number}/24"], RAILS[1]: [f"192.168.101.1{number}/24"]},
+            None,
+        )
+    refused(run(), "40-cx7.yaml", "fabric_takeover")
+    converged(pair, run(fabric_takeover=True))
+
+
+@pytest.mark.field("B10")
+def test_a_wrong_mtu_at_one_end_is_repaired(pair: tuple[Node, Node]) -> None:
+    assert run().rc == 0
+    pair[1].text("ip", "link", "set", RAILS[1], "mtu", "1500")
+    converged(pair, run(), changed=1)
+
+
+@pytest.mark.field("B06")
+def test_a_changed_address_leaves_no_old_one(pair: tuple[Node, Node], tmp_path: Path) -> None:
+    assert run().rc == 0
+    source = Path(inventory())
+    text = (
+        (source / "hosts.yml")
+        .read_text()
+        .replace("10.77.0.5/30", "10.77.9.1/30")
+        .replace("10.77.0.6/30", "10.77.9.2/30")
+    )
+    (tmp_path / "hosts.yml").write_text(text.replace("{{ inventory_dir }}", str(source)))
+    result = play(PLAYBOOK, str(tmp_path / "hosts.yml"))
+    assert result.rc == 0, result.output[-3000:]
+    assert [ipv4(node, RAILS[1]) for node in pair] == [["10.77.9.1/30"], ["10.77.9.2/30"]]
+    converged(pair, run())
+
+
+@pytest.mark.field("B02")
+def test_no_cable_is_one_refusal_and_a_cable_that_comes_later_converges(pair: tuple[Node, Node]) -> None:
+    with pair[0].fault("no-cable"):
+        eventually(
+            lambda: pair[0].run("test", "-e", f"/sys/class/net/{RAILS[0]}").status != 0, "the device to go"
+        )
+        refused(run(), "no ConnectX-7 device on the bus")
+    eventually(lambda: pair[0].run("test", "-e", f"/sys/class/net/{RAILS[0]}").status == 0, "the device", 30)
+    result = run()
+    assert result.rc == 0, result.output[-3000:]
+    assert all(right(node) for node in pair)
+
+
+def test_a_lost_controller_brings_the_old_network_back(pair: tuple[Node, Node]) -> None:
+    """Only the first half of the role runs, as when the controller's link is cut; nobody confirms."""
+    for node in pair:
+        foreign(
+            node,
+            "40-cx7.yaml",
+            {
+                name: [f"10.88.{number}.{9 if node.name.endswith('1') else 10}/30"]
+                for number, name in enumerate(RAILS)
+            },
+            1500,
+        )
+    before = {node.name: node.read(OWN) for node in pair}
+    result = run("--tags", "fabric_apply", fabric_takeover=True, fabric_rollback_seconds=6)
+    assert result.rc == 0, result.output[-3000:]
+    assert all(right(node) for node in pair)
+    for number, node in enumerate(pair):
+        eventually(
+            lambda n=node, k=number: ipv4(n, RAILS[1]) == [f"10.88.1.{9 + k}/30"], "the old network", 30
+        )
+        assert ipv4(node, RAILS[0]) == [f"10.88.0.{9 + number}/30"]
+        assert mtu(node, RAILS[0]) == 1500
+        assert node.read(OWN) == before[node.name]
+
+
+def test_a_rail_cut_in_the_middle_brings_the_old_network_back(pair: tuple[Node, Node]) -> None:
+    result = run("--tags", "fabric_apply", fabric_rollback_seconds=15)
+    assert result.rc == 0, result.output[-3000:]
+    with pair[0].fault("cut-rail", "1"):
+        refused(run(fabric_confirm_seconds=2), RAILS[1])
+        for node in pair:
+            eventually(
+                lambda n=node: ipv4(n, RAILS[0]) == [] and n.run("test", "-e", OWN).status != 0,
+                "the way back",
+                40,
+            )
+    for node in pair:
+        assert node.run("systemctl", "is-failed", "sparkfleet-fabric-rollback.service").status != 0
+    converged(pair, run())
+
+
+@pytest.mark.field("B94")
+def test_the_interface_of_the_connection_is_never_a_rail(pair: tuple[Node, Node], tmp_path: Path) -> None:
+    source = Path(inventory())
+    text = (source / "hosts.yml").read_text().replace("{{ inventory_dir }}", str(source))
+    for number in (0, 1):
+        address = planned(pair[number])[0]
+        text = text.replace(f"- address: {address}", f"- {{address: {address}, netdev: enP7s7}}")
+        address = planned(pair[number])[1]
+        text = text.replace(f"- address: {address}", f"- {{address: {address}, netdev: {RAILS[1]}}}")
+    (tmp_path / "hosts.yml").write_text(text)
+    refused(play(PLAYBOOK, str(tmp_path / "hosts.yml")), "enP7s7")
+
+
+def test_undo(pair: tuple[Node, Node]) -> None:
+    assert run().rc == 0
+    result = run(fabric_state="absent")
+    assert (result.rc, result.changed_count()) == (0, 2), result.output[-3000:]
+    for node in pair:
+        assert all(ipv4(node, name) == [] for name in RAILS)
+        assert node.run("test", "-e", OWN).status != 0
+    again = run(fabric_state="absent")
+    assert (again.rc, again.changed_count()) == (0, 0)
