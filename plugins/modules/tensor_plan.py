@@ -9,12 +9,10 @@ module: tensor_plan
 short_description: Plan what every rank of a replica holds, and whether it fits
 description:
   - Makes or reads the lock of a checkpoint, which is its identity by headers alone (files, sizes, tensors),
-  from a
-    folder, from a Hub-compatible server by HTTP ranges, or from a lock file, so that a replica can be
-    planned before anything is downloaded.
+    from a folder, from a Hub-compatible server by HTTP ranges, or from a lock file, so that a replica can
+    be planned before anything is downloaded.
   - Computes from it what every rank holds, name and size of its rank file, the memory budget of every node
-  against the
-    redline, the longest context, and the disk that one and two releases need.
+    against the redline, the longest context, and the disk that one and two releases need.
   - Changes nothing but O(lock_cache), and that not in check mode.
 options:
   directory:
@@ -39,9 +37,8 @@ options:
       token_file:
         description:
           - File on the host that holds the token. Without it the environment variable E(HF_TOKEN) of the
-          task is used.
+            task is used.
         type: path
-        no_log: false
       timeout:
         description: Seconds to wait for one answer.
         type: float
@@ -52,14 +49,12 @@ options:
   lock_cache:
     description:
       - File on the host where the lock is kept. A lock of the same commit, or of a folder whose files have
-      not changed,
-        is used again without reading headers.
+        not changed, is used again without reading headers.
     type: path
   verify:
     description:
       - Checkpoint folder on the host whose real headers must equal the lock. A difference fails, naming
-      file, tensor,
-        found and wanted. In check mode a folder that does not exist yet is no failure.
+        file, tensor, found and wanted. In check mode a folder that does not exist yet is no failure.
     type: path
   verify_hashes:
     description: Read every shard of O(verify) and compare its sha256 as well, where the lock knows it. Slow.
@@ -108,8 +103,7 @@ options:
     type: float
     default: 4.0
   reserve_gib:
-    description: The engine's memory reserve in GiB. Without it the engine's rule is used, max(4, MemTotal /
-    10). type: float
+    description: The engine's memory reserve in GiB. Without it the engine's rule is used, max(4, MemTotal / 10). type: float
   min_avail_gib:
     description: Start gate in GiB of MemAvailable. Without it there is no gate beyond the budget itself.
     type: float
@@ -123,15 +117,13 @@ options:
   calibration:
     description:
       - Measured constants of this replica by rank number, as the calibration function of the collection
-      returns them.
-        With it a budget that falls under the redline refuses instead of warning.
+        returns them. With it a budget that falls under the redline refuses instead of warning.
     type: dict
     default: {}
   situation:
     description:
       - V(start) judges free nodes. V(restart) and V(running) count what our rank holds now as available.
-      V(prepare)
-        judges writing the next rank file while our rank goes on serving.
+        V(prepare) judges writing the next rank file while our rank goes on serving.
     type: str
     choices: [start, restart, running, prepare]
     default: start
@@ -155,12 +147,10 @@ options:
       token_file:
         description: File on the host that holds the token.
         type: path
-        no_log: false
   disk_paths:
     description:
-      - Paths on the host by location (C(models), C(engram), C(rank_files), C(docker), C(data)). With O(rank)
-      the real
-        filesystems behind them are judged for one and for two releases.
+      - Paths on the host by location (C(models), C(engram), C(rank_files), C(docker), C(data)). With
+        O(rank) the real filesystems behind them are judged for one and for two releases.
     type: dict
     default: {}
   disk_held:

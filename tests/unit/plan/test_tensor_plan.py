@@ -1,0 +1,195 @@
+"""The module: truthful changed and diff, check mode, the cache, and refusals with their fields."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from ansible.module_utils.testing import patch_module_args
+from ansible_collections.sparkfleet.serving.plugins.module_utils import model_lock as ml
+
+from tests.unit.plan.conftest import ROOT
+from tests.unit.plan.small import Small, config, inventories, small_lock
+from tests.unit.plan.test_model_lock import COMMIT, Hub, engram, serve
+from tools.plan_fullsize import write_sparse
+
+MODULE = importlib.import_module("ansible_collections.sparkfleet.serving.plugins.modules.tensor_plan")
+Run = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def call(*, check: bool = False, diff: bool = False, **arguments: Any) -> dict[str, Any]:
+        values = {"context": 2048, **arguments, "_ansible_check_mode": check, "_ansible_diff": diff}
+        with patch_module_args(values), pytest.raises(SystemExit):
+            MODULE.main()
+        result: dict[str, Any] = json.loads(capsys.readouterr().out)
+        return result
+
+    return call
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    write_sparse(tmp_path / "m", inventories(Small()), json.dumps(config(Small())).encode())
+    return tmp_path / "m"
+
+
+@pytest.fixture
+def hub(checkpoint: Path) -> Iterator[Hub]:
+    server = serve(checkpoint)
+    yield server
+    server.shutdown()
+    server.server_close()
+
+
+def test_plan_from_a_folder(run: Run, checkpoint: Path) -> None:
+    result = run(directory=str(checkpoint), mem_available_gib=[100, 101])
+    assert result["changed"] is False
+    assert result["plan"]["budget"]["verdict"] == "fits"
+    assert result["lock"]["digest"] == small_lock().digest
+    assert {f["name"] for f in result["lock"]["files"]} >= {"config.json", "model-00001-of-00002.safetensors"}
+    assert len(result["plan"]["ranks"][0]["index_sha256"]) == 64
+
+
+def test_the_kept_lock_changes_once_and_never_in_check_mode(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    cache = tmp_path / "locks" / "lock.json"
+    arguments = {"directory": str(checkpoint), "lock_cache": str(cache)}
+    predicted = run(check=True, diff=True, **arguments)
+    assert predicted["changed"]
+    assert not cache.exists()
+    done = run(diff=True, **arguments)
+    assert done["changed"]
+    assert done["diff"] == predicted["diff"]
+    assert done["diff"]["after"] == cache.read_text()
+    assert cache.stat().st_mode & 0o777 == 0o644
+    assert [p.name for p in cache.parent.iterdir()] == ["lock.json"]
+    again = run(diff=True, **arguments)
+    assert not again["changed"]
+    assert "diff" not in again
+    assert again["plan"]["digest"] == done["plan"]["digest"]
+
+
+def test_a_kept_lock_spares_reading_until_the_folder_changes(
+    run: Run, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arguments = {"directory": str(checkpoint), "lock_cache": str(tmp_path / "lock.json")}
+    run(**arguments)
+    monkeypatch.setattr(ml, "read_directory", lambda _path: pytest.fail("headers were read again"))
+    assert not run(**arguments)["changed"]
+    monkeypatch.undo()
+    write_sparse(checkpoint, inventories(Small(bits=4)), json.dumps(config(Small())).encode())
+    assert run(**arguments)["changed"]
+    (tmp_path / "lock.json").write_text("{ damaged")
+    assert run(**arguments)["changed"]
+
+
+def test_plan_from_a_hub_asks_once_for_a_pinned_commit(run: Run, hub: Hub, tmp_path: Path) -> None:
+    arguments = {
+        "hub": {"endpoint": hub.address, "repo": "own/m", "revision": COMMIT},
+        "lock_cache": str(tmp_path / "lock.json"),
+    }
+    first = run(**arguments)
+    assert first["changed"]
+    assert first["lock"]["content_digest"]
+    asked = len(hub.seen)
+    assert not run(**arguments)["changed"]
+    assert len(hub.seen) == asked
+    arguments["hub"] = {"endpoint": hub.address, "repo": "own/m", "revision": "main"}
+    assert not run(**arguments)["changed"]
+    assert len(hub.seen) == asked + 1
+
+
+def test_token_file_reaches_the_server_and_nothing_else(run: Run, hub: Hub, tmp_path: Path) -> None:
+    hub.token = "hf_secret"
+    source = {"endpoint": hub.address, "repo": "own/m", "revision": COMMIT}
+    refused = run(hub=source)
+    assert refused["failed"]
+    assert refused["refusal"]["fault"] == "no-token"
+    (tmp_path / "token").write_text("hf_secret\n")
+    allowed = run(hub={**source, "token_file": str(tmp_path / "token")})
+    assert not allowed.get("failed")
+    assert "hf_secret" not in json.dumps(allowed)
+
+
+def test_plan_from_a_lock_as_file_or_data(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "lock.json").write_text(ml.dumps(small_lock()))
+    by_file = run(lock=str(tmp_path / "lock.json"))
+    by_data = run(lock=ml.to_document(small_lock()))
+    assert by_file["plan"]["digest"] == by_data["plan"]["digest"]
+    shipped = run(lock=str(ROOT / "models" / "deepseek-v41-flash-exl3-2.9bpw.json"))
+    assert shipped["refusal"]["fault"] == "reconstructed-lock"
+
+
+def test_verify_names_what_differs(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    lock = ml.to_document(ml.from_directory(checkpoint))
+    assert run(lock=lock, verify=str(checkpoint))["verified"] is True
+    assert run(check=True, lock=lock, verify=str(tmp_path / "later"))["verified"] is False
+    assert run(lock=lock, verify=str(tmp_path / "later"))["refusal"]["fault"] == "missing-folder"
+    write_sparse(checkpoint, inventories(Small(bits=4)), json.dumps(config(Small())).encode())
+    failed = run(lock=lock, verify=str(checkpoint))
+    assert failed["failed"]
+    assert "differences, first: model-00001-of-00002.safetensors: has another size" in failed["msg"]
+
+
+def test_refusals_carry_their_fields(run: Run, checkpoint: Path) -> None:
+    failed = run(directory=str(checkpoint), world=3)
+    assert failed["refusal"]["fault"] == "bad-world"
+    assert failed["refusal"]["remedy"]
+    unfit = run(directory=str(checkpoint), mem_available_gib=[3], require_fit=True)
+    assert unfit["failed"]
+    assert "what buys most: headless" in unfit["msg"]
+    assert unfit["plan"]["budget"]["verdict"] == "does_not_fit"
+    assert (
+        run(directory=str(checkpoint), mem_available_gib=[3])["plan"]["budget"]["verdict"] == "does_not_fit"
+    )
+
+
+def test_calibration_by_rank(run: Run, checkpoint: Path) -> None:
+    own = {"0": {"overhead": 97.0}}
+    result = run(directory=str(checkpoint), mem_available_gib=[100], calibration=own)
+    assert [node["calibrated"] for node in result["plan"]["budget"]["nodes"]] == [True, False]
+    assert result["plan"]["budget"]["nodes"][0]["verdict"] == "does_not_fit"
+
+
+def test_engram_source_gives_files_and_warns_of_other_rows(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    write_sparse(tmp_path / "e", {"e.safetensors": engram(1000)}, b"{}")
+    result = run(directory=str(checkpoint), engram={"directory": str(tmp_path / "e")})
+    assert result["engram"]["tables"] == {"1": [1000, 264]}
+    assert result["plan"]["checkpoint"]["engram_bytes"] == result["engram"]["total_bytes"]
+    assert not [text for text in result["plan"]["warnings"] if "Engram" in text]
+    write_sparse(tmp_path / "e", {"e.safetensors": engram(999)}, b"{}")
+    other = run(directory=str(checkpoint), engram={"directory": str(tmp_path / "e")})
+    assert "Engram layer 1: found 999 rows, wanted 1000" in other["plan"]["warnings"]
+    assert run(directory=str(checkpoint), engram={"repo": "own/m"})["refusal"]["fault"] == "bad-engram"
+
+
+def test_disk_of_this_host(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    paths = {name: str(tmp_path / name) for name in ("models", "engram", "rank_files", "docker", "data")}
+    held = {"docker": 10**15}
+    result = run(directory=str(checkpoint), rank=1, disk_paths=paths, disk_held=held)
+    assert result["plan"]["disk"][1]["verdict"] == "fits"
+    assert result["plan"]["disk"][0]["verdict"] == "unknown"
+    assert (
+        run(directory=str(checkpoint), rank=1, disk_paths={"attic": "/"})["refusal"]["fault"]
+        == "bad-location"
+    )
+
+
+def test_documentation_equals_the_arguments() -> None:
+    document = yaml.safe_load(MODULE.DOCUMENTATION)
+    source = (ROOT / "plugins" / "modules" / "tensor_plan.py").read_text()
+    for name, option in document["options"].items():
+        assert f'"{name}": {{' in source, name
+        assert option["description"], name
+    assert yaml.safe_load(MODULE.EXAMPLES)
+    assert set(yaml.safe_load(MODULE.RETURN)) == {"plan", "lock", "engram", "verified"}
