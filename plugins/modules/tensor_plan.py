@@ -103,7 +103,8 @@ options:
     type: float
     default: 4.0
   reserve_gib:
-    description: The engine's memory reserve in GiB. Without it the engine's rule is used, max(4, MemTotal / 10). type: float
+    description: The engine's memory reserve in GiB. Without it the engine's own rule, max(4, MemTotal / 10).
+    type: float
   min_avail_gib:
     description: Start gate in GiB of MemAvailable. Without it there is no gate beyond the budget itself.
     type: float
