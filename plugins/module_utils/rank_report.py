@@ -147,17 +147,12 @@ def known_secrets(host: Host, replica: str, launch: Mapping[str, Any] | None) ->
     return tuple(secret for secret in found if secret)
 
 
-def newest_log(host: Host, directory: str, replica: str) -> str:
-    """The last saved log of this node's rank as text (its last 2 MiB), or an empty text."""
-    names = [
-        name
-        for name in host.listdir(directory)
-        if name.startswith(f"{replica}-") and re.search(r"-rank\d+(\.\d+)?\.log\.gz$", name)
-    ]
-    if not names:
+def saved_log(host: Host, path: str) -> str:
+    """A saved log as text (its last 2 MiB); empty when there is none."""
+    if not path:
         return ""
     try:
-        with gzip.open(host.path(f"{directory}/{sorted(names)[-1]}"), "rb") as stream:
+        with gzip.open(host.path(path), "rb") as stream:
             return stream.read()[-(2 << 20) :].decode("utf-8", "replace")
     except (OSError, EOFError):
         return ""
@@ -180,7 +175,7 @@ def bundle(host: Host, docker: DockerApi, replica: str, directory: str, keep: in
             )
         except DockerError as error:
             log = f"the log cannot be read: {error}\n"
-    log = log or newest_log(host, directory, replica)
+    log = log or saved_log(host, str(view["agent"].get("log") or ""))
     kernel = host.run(["journalctl", "-k", "-b", "-n", "5000", "--no-pager", "-o", "short-iso"]).out
     texts = {
         "rank.log": log,
