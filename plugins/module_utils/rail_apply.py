@@ -90,7 +90,12 @@ class Plan:
             for half, one in zip(self.halves, self.wanted)
         }
 
+    @staticmethod
+    def _line(name: str, row: Mapping[str, Any]) -> str:
+        return f"{name}: {', '.join(row['addresses']) or 'no IPv4'}, mtu {row['mtu']}\n"
+
     def diff(self) -> list[dict[str, str]]:
+        """Rows for --diff; the headers name each object that a run would change."""
         rows = []
         if self.write:
             rows.append(
@@ -111,19 +116,25 @@ class Plan:
             for path in self.disable
         ]
         if self.live_differs:
-            before, after = (
-                "".join(
-                    f"{name}: {', '.join(row['addresses']) or 'no IPv4'}, mtu {row['mtu']}\n"
-                    for name, row in state.items()
+            after = self.live_after()
+            for name, row in self.live_before.items():
+                header = f"rail {name}"
+                rows.append(
+                    {
+                        "before_header": header,
+                        "after_header": header,
+                        "before": self._line(name, row),
+                        "after": self._line(name, after[name]),
+                    }
                 )
-                for state in (self.live_before, self.live_after())
-            )
+        if rows:
+            header = f"tree {STATE_DIR}"
             rows.append(
                 {
-                    "before_header": "rails (live)",
-                    "after_header": "rails (live)",
-                    "before": before,
-                    "after": after,
+                    "before_header": header,
+                    "after_header": header,
+                    "before": "",
+                    "after": "copies of the above as it was, and the script that restores it\n",
                 }
             )
         return rows
@@ -424,8 +435,10 @@ class RailNode:
             self.run("netplan", "apply", timeout=90.0)
             return
         self.run("netplan", "generate")
-        # As netplan apply does it, for the rails only: udev hands the links to networkd (one that came by hot-plug or
-        # from elsewhere is "pending" until then) and applies the .link files. Like netplan, go on when there is no
+        # As netplan apply does it, for the rails only: udev hands the links to networkd (one that came by
+        # hot-plug or
+        # from elsewhere is "pending" until then) and applies the .link files. Like netplan, go on when there
+        # is no
         # udev to ask (containers); what counts is read again in settle().
         self.reader.run(["udevadm", "control", "--reload"])
         devices = [f"/sys/class/net/{name}" for name in netdevs]
