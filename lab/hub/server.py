@@ -6,9 +6,10 @@ what the Hub refuses and breaks:
 
     {"tokens": {"hf_good": ["lab/private"]},      known tokens, and the gated repositories they may read
      "gated": ["lab/private"],                    repositories that need such a token to fetch a file
-     "faults": {"lab/x/config.json": {"short": 100},        the body ends after 100 bytes
+     "faults": {"lab/x/config.json": {"short": 100},        each body ends after 100 bytes
                 "lab/x/model.safetensors": {"corrupt": true},  one byte of the body is wrong
-                "lab/x/README.md": {"status": 503, "times": 2}},   the first two requests get this status
+                "lab/x/README.md": {"status": 503, "times": 2}},   the first two GETs get this status
+                                                  ("times" goes with each of them)
      "offline": true}                             every connection is closed without an answer
 
 GET /_lab/stats counts requests and bytes by repository and path; POST /_lab/reset sets the counts to zero.
@@ -333,11 +334,13 @@ class Handler(BaseHTTPRequestHandler):
         self._check_gate(repo, control)
         path = store.file(folder, name)
         fault = control.get("faults", {}).get(f"{repo}/{name}", {})
-        if "status" in fault:
+        if fault and self.command != "HEAD":
             with self.server.lock:
-                seen = self.server.failed[name] = self.server.failed.get(name, 0) + 1
-            if seen <= int(fault.get("times", 1 << 30)):
-                raise Refused(int(fault["status"]), "", "fault switch")
+                seen = self.server.failed[path.name] = self.server.failed.get(path.name, 0) + 1
+            if seen > int(fault.get("times", 1 << 30)):
+                fault = {}
+        if "status" in fault and self.command != "HEAD":
+            raise Refused(int(fault["status"]), "", "fault switch")
         sha256, blob = store.digests(path)
         size = path.stat().st_size
         span = parse_range(self.headers.get("Range"), size)
