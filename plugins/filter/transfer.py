@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
@@ -33,7 +33,7 @@ def _way(source: Mapping[str, Any], target: Mapping[str, Any]) -> tuple[str, str
 
 
 def transfer_source(
-    members: list[Mapping[str, Any]], name: str, source: str, port: int, folder: str = ""
+    members: Sequence[Mapping[str, Any]], name: str, source: str, port: int, folder: str = ""
 ) -> dict[str, Any]:
     """Where member ``name`` finds the share of member ``source``: address, port, folder."""
     address, _mine = _way(_named(members, source), _named(members, name))
@@ -41,7 +41,7 @@ def transfer_source(
 
 
 def transfer_listen(
-    members: list[Mapping[str, Any]], source: str, names: Iterable[str]
+    members: Sequence[Mapping[str, Any]], source: str, names: Iterable[str]
 ) -> list[dict[str, Any]]:
     """What the share of ``source`` listens on so that ``names`` can read it, and nobody else."""
     found: dict[str, list[str]] = {}
@@ -54,7 +54,11 @@ def transfer_listen(
 
 
 def members_where(
-    members: list[Mapping[str, Any]], hostvars: Mapping[str, Any], result: str, key: str, value: bool = True
+    members: Sequence[Mapping[str, Any]],
+    hostvars: Mapping[str, Any],
+    result: str,
+    key: str,
+    value: bool = True,
 ) -> list[str]:
     """Names of members whose registered ``result`` has ``key`` of that truth; others are left out."""
     found = []

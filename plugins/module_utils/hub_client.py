@@ -181,7 +181,8 @@ def refuse(status: int, code: str, repo: str, revision: str, *, name: str, token
 #: Runs in the engine image. Reads the job from a file, prints one JSON line at the end.
 FETCH_SCRIPT = r"""
 import concurrent.futures, json, os, sys, traceback
-job = json.load(open("/job/job.json"))
+here = os.path.dirname(os.path.abspath(__file__))
+job = json.load(open(os.path.join(here, "job.json")))
 os.environ.update(HF_ENDPOINT=job["endpoint"], HF_HOME=job["home"], HF_HUB_DISABLE_TELEMETRY="1",
                   HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_IMPLICIT_TOKEN="1")
 def end(**fields):
@@ -192,7 +193,7 @@ try:
     from huggingface_hub import errors as hf
 except Exception as exc:
     end(kind="client", message=f"huggingface_hub cannot be imported: {exc}")
-token = open("/job/token").read().strip() or False
+token = open(os.path.join(here, "token")).read().strip() or False
 def fetch(name):
     hf_hub_download(repo_id=job["repo"], filename=name, revision=job["revision"], local_dir=job["dest"],
                     token=token)

@@ -432,6 +432,8 @@ def clean(params: dict[str, Any]) -> None:
     shutil.rmtree(root, ignore_errors=True)
     with contextlib.suppress(OSError):
         proof_path(root).unlink()
+    with contextlib.suppress(OSError):
+        root.parent.rmdir()  # the place of passing things, when this was the last
 
 
 def spec() -> dict[str, Any]:
@@ -541,7 +543,8 @@ def main() -> None:
             "before_header": "image",
             "after_header": "image",
             "before": "",
-            "after": f"{params['reference']} ({params['state']}, {size})\n",
+            "after": f"{params['reference']} ({params['state']}, {size})\n"
+            + (f"{params['base']} (base of the build)\n" if params["state"] == "built" else ""),
         }
     module.exit_json(changed=changed, **result)
 

@@ -134,7 +134,7 @@ import json
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, Callable
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -190,10 +190,10 @@ def token_of(params: dict[str, Any]) -> str:
     return ""
 
 
-def download(
-    params: dict[str, Any], token: str, work: Path, files: list[FileSpec], progress: Progress
-) -> None:
-    """Run huggingface_hub in a container of the engine image. Raises TreeError with the reason in words."""
+def run_job(
+    params: dict[str, Any], job: Path, work: Path, hear: Callable[[int, bytes], None]
+) -> tuple[int, bytes]:
+    """Run the script of ``job`` in a container of the engine image: (exit code, stderr)."""
     api = DockerApi(params["docker_socket"])
     name = "sparkfleet-fetch-" + hashlib.sha256(str(work).encode()).hexdigest()[:12]
     try:
@@ -206,7 +206,30 @@ def download(
         ) from exc
     # We hold the lock, so a container of this name belongs to a run that died; what it brought is kept.
     api.container_remove(name, force=True)
-    RUN_DIR.mkdir(mode=0o755, exist_ok=True)
+    spec = {
+        "Image": params["image"],
+        "Entrypoint": ["python3", "/job/fetch.py"],
+        "Cmd": [],
+        "User": "0:0",
+        "Labels": {HELPER_LABEL: "fetch"},
+        "HostConfig": {
+            "NetworkMode": "host",
+            "Binds": [f"{job}:/job:ro", f"{work}:/work"],
+            "CapDrop": ["ALL"],
+            "SecurityOpt": ["no-new-privileges"],
+            "ReadonlyRootfs": True,
+            "Tmpfs": {"/tmp": "rw,mode=1777"},  # noqa: S108 - inside the container
+        },
+    }
+    code, _out, err = api.run(name, spec, hear)
+    return code, err
+
+
+def download(
+    params: dict[str, Any], token: str, work: Path, files: list[FileSpec], progress: Progress
+) -> None:
+    """Bring files with huggingface_hub. Raises TreeError with the reason in words."""
+    RUN_DIR.mkdir(mode=0o755, parents=True, exist_ok=True)
     job = Path(tempfile.mkdtemp(prefix="fetch-", dir=RUN_DIR))
     output: list[str] = []
     pending = bytearray()
@@ -241,23 +264,8 @@ def download(
             ),
             encoding="utf-8",
         )
-        spec = {
-            "Image": params["image"],
-            "Entrypoint": ["python3", "/job/fetch.py"],
-            "Cmd": [],
-            "User": "0:0",
-            "Labels": {HELPER_LABEL: "fetch"},
-            "HostConfig": {
-                "NetworkMode": "host",
-                "Binds": [f"{job}:/job:ro", f"{work}:/work"],
-                "CapDrop": ["ALL"],
-                "SecurityOpt": ["no-new-privileges"],
-                "ReadonlyRootfs": True,
-                "Tmpfs": {"/tmp": "rw,mode=1777"},  # noqa: S108 - inside the container
-            },
-        }
         with SizeWatch(work, tree_size(work), progress.set):
-            code, _out, err = api.run(name, spec, hear)
+            code, err = run_job(params, job, work, hear)
     except DockerError as exc:
         raise TreeError(str(exc)) from exc
     finally:

@@ -386,6 +386,9 @@ def release(params: dict[str, Any]) -> None:
         shutil.rmtree(partial_path(folder), ignore_errors=True)
         with contextlib.suppress(OSError):
             proof_path(folder).unlink()
+        with contextlib.suppress(OSError):
+            folder.parent.rmdir()  # only when nothing else waits there
+            folder.parent.parent.rmdir()
 
 
 def main() -> None:

@@ -1,0 +1,151 @@
+"""Engram tables: where they may lie, whether they are whole, how fast they are read."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.sparkfleet.serving.plugins.module_utils import engram
+from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import TreeError
+
+from .conftest import run_module
+
+MOUNTS = r"""
+22 1 259:2 / / rw,relatime shared:1 - ext4 /dev/nvme0n1p2 rw
+23 22 0:21 / /proc rw shared:2 - proc proc rw
+40 22 0:50 / /srv/hub ro,relatime shared:30 - nfs4 10.77.0.1:/hub rw,vers=4.2,proto=tcp
+41 22 0:51 / /mnt/with\040blank rw - fuse.sshfs user@host:/x rw
+42 22 0:52 / /var/lib/docker/overlay2/x/merged rw - overlay overlay rw,lowerdir=/a
+43 22 0:53 / /data rw - xfs /dev/nvme1n1 rw
+44 22 0:54 / /data rw - nfs 10.0.0.1:/data rw
+"""
+
+
+def write(path: Path, tensors: dict[str, tuple[str, list[int]]]) -> Path:
+    """A safetensors file of zeros."""
+    header: dict[str, Any] = {}
+    at = 0
+    for name, (dtype, shape) in tensors.items():
+        size = shape[0] * (shape[1] if len(shape) > 1 else 1)
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + size]}
+        at += size
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(at))
+    return path
+
+
+def table(layer: int, rows: int = 100, prefix: str = "") -> dict[str, tuple[str, list[int]]]:
+    base = f"{prefix}layers.{layer}.engram.embed"
+    return {f"{base}.scale": ("F8_E8M0", [rows, 8]), f"{base}.weight": ("F8_E4M3", [rows, 256])}
+
+
+@pytest.mark.field("B60", "B59")
+@pytest.mark.parametrize(
+    ("path", "fstype"),
+    [
+        ("/var/lib/sparkfleet/engram", "ext4"),
+        ("/srv/hub/engram", "nfs4"),
+        ("/srv/hubris", "ext4"),
+        ("/mnt/with blank/x", "fuse.sshfs"),
+        ("/data/x", "nfs"),
+        ("/var/lib/docker/overlay2/x/merged/var", "overlay"),
+    ],
+)
+def test_the_mount_that_holds_a_path_decides(path: str, fstype: str) -> None:
+    mount = engram.mount_of(path, engram.parse_mounts(MOUNTS))
+    assert mount.fstype == fstype
+    if fstype == "ext4":
+        engram.refuse_mount(path, mount, [])
+    else:
+        with pytest.raises(TreeError, match=r"around 90 µs .* around 940 µs") as caught:
+            engram.refuse_mount(path, mount, [])
+        assert ("network or a user-space" in str(caught.value)) == (fstype != "overlay")
+        engram.refuse_mount(path, mount, [fstype])
+
+
+@pytest.mark.field("B60")
+@pytest.mark.parametrize(
+    ("centre", "local"),
+    [(85.0, True), (90.0, True), (150.0, True), (399.0, True), (500.0, False), (940.0, False)],
+)
+def test_the_class_of_a_disk_is_its_median(centre: float, local: bool) -> None:
+    # Half of the reads are slow by chance (a busy disk): the median does not care.
+    slow = [centre * (2 + number % 30) for number in range(100)]
+    verdict = engram.judge([centre] * 156 + slow)
+    assert verdict.local is local
+    assert "90 µs" in verdict.text
+    assert "940 µs" in verdict.text
+
+
+def test_nothing_measured_is_no_verdict() -> None:
+    with pytest.raises(TreeError, match="no read"):
+        engram.judge([])
+
+
+def test_a_real_measurement_reads_with_o_direct(tmp_path: Path) -> None:
+    path = tmp_path / "x"
+    path.write_bytes(bytes(1 << 20))
+    assert len(engram.measure(path, 8)) == 8
+    path.write_bytes(b"x")
+    with pytest.raises(TreeError, match="too small"):
+        engram.measure(path)
+
+
+def test_whole_tables_are_described(tmp_path: Path) -> None:
+    write(tmp_path / "a.safetensors", table(1))
+    write(tmp_path / "b.safetensors", {**table(14, 50, "model."), "other": ("U8", [4])})
+    found = engram.tables(tmp_path, [14, 1])
+    assert [(one.layer, one.rows, one.row_bytes) for one in found] == [(1, 100, 264), (14, 50, 264)]
+
+
+@pytest.mark.parametrize(
+    ("tensors", "layers", "text"),
+    [
+        ({"layers.1.engram.embed.weight": ("F8_E4M3", [10, 256])}, [], "MissingEngramTable"),
+        ({**table(1), "layers.1.engram.embed.scale": ("F8_E8M0", [9, 8])}, [], "BadEngramTable"),
+        ({**table(1), "layers.1.engram.embed.scale": ("F8_E8M0", [100, 4])}, [], "BadEngramTable"),
+        ({**table(1), "layers.1.engram.embed.weight": ("U8", [100, 256])}, [], "BadEngramTable"),
+        (table(1), [1, 14], "MissingEngramTable"),
+        (table(2), [1], "MissingEngramTable"),
+        ({"x": ("U8", [3])}, [], "MissingEngramTable"),
+    ],
+)
+def test_a_broken_table_has_the_engines_own_name(
+    tmp_path: Path, tensors: dict[str, tuple[str, list[int]]], layers: list[int], text: str
+) -> None:
+    write(tmp_path / "a.safetensors", tensors)
+    with pytest.raises(TreeError, match=text):
+        engram.tables(tmp_path, layers)
+
+
+def test_a_truncated_shard_and_a_double_half_are_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.safetensors", table(1))
+    write(tmp_path / "b.safetensors", table(1))
+    with pytest.raises(TreeError, match=r"a\.safetensors and in b\.safetensors"):
+        engram.tables(tmp_path)
+    (tmp_path / "b.safetensors").unlink()
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(TreeError, match=r"a\.safetensors"):
+        engram.tables(tmp_path)
+
+
+def test_the_module_judges_a_directory_that_is_not_there_by_its_parent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    kinds = engram.parse_mounts(Path("/proc/self/mountinfo").read_text())
+    here = engram.mount_of(str(tmp_path.resolve()), kinds).fstype
+    answer = run_module(
+        "engram_check", {"path": str(tmp_path / "not/yet"), "extra_fstypes": [here]}, check=True
+    )
+    assert (answer["changed"], answer["present"], answer["fstype"]) == (False, False, here)
+    write(tmp_path / "a.safetensors", table(1, 4000))
+    args = {"path": str(tmp_path), "extra_fstypes": [here], "layers": [1], "samples": 8}
+    slow = run_module("engram_check", {**args, "latency_limit_us": 0.001})
+    assert slow["failed"]
+    assert "latency_policy" in slow["msg"]
+    warned = run_module("engram_check", {**args, "latency_limit_us": 0.001, "latency_policy": "warn"})
+    assert warned["tables"] == [{"layer": 1, "rows": 4000, "row_bytes": 264}]
+    assert "Put the tables on a local NVMe" in json.dumps(warned.get("warnings")) + capsys.readouterr().err
