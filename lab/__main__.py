@@ -7,7 +7,7 @@ import json
 import os
 import sys
 
-from . import fault, instance
+from . import fault, image, instance
 from .config import NODES, Instance
 from .config import instance as chosen
 
@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         instance.purge()
     elif options.command == "images":
         client = instance.connect()
-        print(instance.image.node_image(client), instance.image.base_image(client), sep="\n")
+        print(image.node_image(client), image.base_image(client), sep="\n")
     elif options.command == "status":
         states = instance.status(lab)
         print("\n".join(f"{name}: {state}" for name, state in states.items()) or f"lab {lab.name} is down")

@@ -44,6 +44,7 @@ from .image import say
 from .inventory import inventory_text
 
 BOOT_SECONDS = 90
+Filters = dict[str, str | list[str] | bool]
 BASE_NAME = "lab/base:1"
 # What systemd, networkd and an inner Docker engine need. Not in it, on purpose: SYS_TIME, SYS_MODULE,
 # SYS_RAWIO, SYS_BOOT, SYS_RESOURCE (and MAC_*, AUDIT_CONTROL, WAKE_ALARM, SYSLOG): a node must not reach this
@@ -135,10 +136,11 @@ def put(container: Container, files: list[File]) -> None:
         raise SystemExit(f"lab: cannot put files into {container.name}")
 
 
-def run_in(container: Container, *command: str) -> tuple[int, str]:
-    """Run a command as root in a container: exit status and output."""
-    status, output = container.exec_run(list(command))
-    return int(status), output.decode(errors="replace")
+def run_in(container: Container, *command: str, user: str = "root") -> tuple[int, str]:
+    """Run a command in a container: exit status and output (both streams)."""
+    done = container.exec_run(list(command), user=user)
+    assert isinstance(done.output, bytes)
+    return done.exit_code or 0, done.output.decode(errors="replace")
 
 
 def make_keys(lab: Instance) -> None:
@@ -332,7 +334,9 @@ def registry_seed(client: docker.DockerClient, node_tag: str, base_tag: str) -> 
     )
     try:
         registry.reload()
-        port = registry.ports[f"{REGISTRY_PORT}/tcp"][0]["HostPort"]
+        published = registry.ports[f"{REGISTRY_PORT}/tcp"]
+        assert published, "the registry's port is not published"
+        port = published[0]["HostPort"]
         wait_for(lambda: answers(f"http://127.0.0.1:{port}/v2/"), "the registry", 20)
         repository, _, tag = BASE_NAME.partition(":")
         remote = f"127.0.0.1:{port}/{repository}"
@@ -442,7 +446,7 @@ def down(lab: Instance) -> None:
     """Remove the instance's containers, volumes and network. Images, caches and keys stay."""
     client = connect()
     lab.up_file.unlink(missing_ok=True)
-    mine = {"label": f"{LABEL}={lab.name}"}
+    mine: Filters = {"label": f"{LABEL}={lab.name}"}
     containers = client.containers.list(all=True, filters=mine)
     # The cable first: it would plug a node in again.
     for container in sorted(containers, key=lambda each: each.name != lab.container("cable")):
@@ -456,7 +460,7 @@ def down(lab: Instance) -> None:
 def purge() -> None:
     """Remove all that the lab ever made on this machine: instances, images, volumes, caches, keys."""
     client = connect()
-    every = {"label": LABEL}
+    every: Filters = {"label": LABEL}
     for container in client.containers.list(all=True, filters=every):
         container.remove(force=True, v=True)
     for volume in client.volumes.list(filters=every):
@@ -465,7 +469,7 @@ def purge() -> None:
         network.remove()
     for kind in ("node", "base", "base-rootfs", "node-rootfs"):
         for found in client.images.list(name=f"{PREFIX}/{kind}"):
-            client.images.remove(found.id, force=True)
+            client.images.remove(str(found.id), force=True)
     for directory in (cache_directory(), REPOSITORY / ".lab"):
         shutil.rmtree(directory, ignore_errors=True)
 
@@ -482,4 +486,4 @@ def status(lab: Instance) -> dict[str, str]:
     """State of each container of the instance; empty when it is down."""
     client = connect()
     found = client.containers.list(all=True, filters={"label": f"{LABEL}={lab.name}"})
-    return {container.name: container.status for container in sorted(found, key=lambda each: each.name)}
+    return dict(sorted((str(container.name), container.status) for container in found))

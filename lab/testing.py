@@ -38,11 +38,11 @@ class Node:
 
     @property
     def container(self) -> Container:
-        return engine().containers.get(self.lab.container(self.name))
+        container: Container = engine().containers.get(self.lab.container(self.name))
+        return container
 
     def run(self, *command: str, user: str = "root") -> Result:
-        status, output = self.container.exec_run(list(command), user=user)
-        return Result(int(status), output.decode(errors="replace"))
+        return Result(*instance.run_in(self.container, *command, user=user))
 
     def user(self, *command: str) -> Result:
         return self.run(*command, user="spark")

@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 from typing import Any, Union
 
-import fusepy as fuse
+import fusepy as fuse  # type: ignore[import-not-found]
 
 from .meminfo import Memory, render
 from .parts import (

@@ -85,9 +85,9 @@ class GidTable:
                 if Gid(gid, kind) in self.slots[2:]:
                     continue
                 drifts = faults.drift is not None and gid == first_ipv4 and kind == V2
-                index = faults.drift if drifts else self._free(faults.drift)
-                if index is not None and index < SLOTS:
-                    self.slots[index] = Gid(gid, kind)
+                slot = faults.drift if drifts else self._free(faults.drift)
+                if slot is not None and slot < SLOTS:
+                    self.slots[slot] = Gid(gid, kind)
 
     def _free(self, reserved: int | None) -> int | None:
         for index, entry in enumerate(self.slots):

@@ -153,7 +153,14 @@ def values() -> dict[str, str]:
     table |= dict.fromkeys(
         ("clocks.sm", "clocks.gr", "clocks.current.sm", "clocks.current.graphics"), megahertz
     )
-    absent = ("memory.total", "memory.used", "memory.free", "power.limit", "power.max_limit", "fan.speed")
+    absent: tuple[str, ...] = (
+        "memory.total",
+        "memory.used",
+        "memory.free",
+        "power.limit",
+        "power.max_limit",
+        "fan.speed",
+    )
     absent += ("clocks.mem", "clocks.max.mem", "ecc.mode.current", "mig.mode.current", "serial")
     return table | dict.fromkeys(absent, "[N/A]")
 
@@ -234,7 +241,7 @@ def print_table() -> int:
     print("|=========================================================================================|")
     rows = [(*row, "G") for row in desktop()] + [(*row, "C") for row in ranks()]
     for pid, name, mib, kind in rows:
-        print(f"|    0   N/A  N/A          {pid:>6}      {kind}   {name[:36]:<36} {str(mib) + 'MiB':>10} |")
+        print(f"|    0   N/A  N/A          {pid:>6}      {kind}   {name[:36]:<36}{str(mib) + 'MiB':>10} |")
     if not rows:
         print("|  No running processes found                                                             |")
     print(rule)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
@@ -34,6 +35,14 @@ def pings(node: Node, size: int, rail: int) -> bool:
     return node.run("ping", "-c1", "-W1", "-M", "do", "-s", str(size), peer).status == 0
 
 
+def await_rails(node: Node) -> None:
+    eventually(lambda: pings(node, 8972, 0) and pings(node, 8972, 1), "both rails", 30)
+
+
+def lost(node: Node, netdev: str = SECOND) -> bool:
+    return node.read(f"/sys/class/net/{netdev}/carrier") == "0"
+
+
 def gid_rows(node: Node) -> list[tuple[str, str]]:
     """(GID, type) of the used slots and ("hole", "") for the empty ones before the last used one."""
     row = "echo $(cat gids/$i) $(cat gid_attrs/types/$i 2>/dev/null)"
@@ -53,8 +62,7 @@ def pair() -> Iterator[tuple[Node, Node]]:
     for node in both:
         node.write(NETPLAN, netplan(node), 0o600)
         node.text("netplan", "apply")
-    for rail in (0, 1):
-        eventually(lambda rail=rail: pings(both[0], 56, rail), f"rail {rail}")
+    await_rails(both[0])
     yield both
     for node in both:
         node.text("rm", NETPLAN)
@@ -153,7 +161,7 @@ def test_bytes_of_a_rail_count_on_its_port(pair: tuple[Node, Node]) -> None:
 def test_a_cut_rail_loses_its_carrier_on_both_nodes(pair: tuple[Node, Node]) -> None:
     with pair[0].fault("cut-rail", "1"):
         for node in pair:
-            eventually(lambda node=node: node.read(f"/sys/class/net/{SECOND}/carrier") == "0", "no carrier")
+            eventually(partial(lost, node), "the carrier to drop")
             assert node.read(f"/sys/class/net/{FIRST}/carrier") == "1"
             assert node.read("/sys/class/infiniband/roceP2p1s0f0/ports/1/state") == "1: DOWN"
     eventually(lambda: pings(pair[0], 8972, 1), "rail 1 again")
@@ -168,8 +176,7 @@ def test_without_a_cable_the_functions_are_absent(pair: tuple[Node, Node]) -> No
         eventually(
             lambda: pair[0].read(f"/sys/class/net/{FIRST}/carrier") == "0", "the neighbour's carrier to drop"
         )
-    eventually(lambda: pings(pair[0], 8972, 0), "rail 0 again")
-    eventually(lambda: pings(pair[0], 8972, 1), "rail 1 again")
+    await_rails(pair[0])
 
 
 def test_mtu_fault_leaves_only_small_frames(pair: tuple[Node, Node]) -> None:
@@ -185,8 +192,7 @@ def test_rails_come_back_after_a_restart_and_the_neighbour_keeps_its_own(pair: t
     boot = pair[1].read("/proc/sys/kernel/random/boot_id")
     pair[1].text("nvidia-smi", "-lgc", "0,2000")
     pair[1].restart()
-    for rail in (0, 1):
-        eventually(lambda rail=rail: pings(pair[0], 8972, rail), f"rail {rail} again")
+    await_rails(pair[0])
     assert pair[0].read(f"/sys/class/net/{FIRST}/ifindex") == index
     assert pair[1].read("/proc/sys/kernel/random/boot_id") != boot
     assert pair[1].text("nvidia-smi", "--query-gpu=clocks.sm", "--format=csv,noheader,nounits") == "2418"
@@ -202,5 +208,4 @@ def test_a_node_can_reboot_itself(pair: tuple[Node, Node]) -> None:
         return again.status == 0 and again.text.strip() != boot
 
     eventually(is_back, "the reboot", 60)
-    for rail in (0, 1):
-        eventually(lambda rail=rail: pings(pair[0], 8972, rail), f"rail {rail} again", 30)
+    await_rails(pair[0])

@@ -30,7 +30,8 @@ def test_no_kernel_module_can_be_loaded(node: Node) -> None:
     program = "import ctypes, os; libc = ctypes.CDLL(None, use_errno=True); libc.syscall(313, 0, b'', 0)"
     program += "; print(os.strerror(ctypes.get_errno()))"
     assert node.run("modprobe", "dummy").status != 0
-    assert node.text("python3", "-c", program) == "Operation not permitted"
+    # A kernel built without modules has no such call at all.
+    assert node.text("python3", "-c", program) in ("Operation not permitted", "Function not implemented")
 
 
 def test_the_host_disk_cannot_be_opened(node: Node) -> None:

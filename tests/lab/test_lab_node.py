@@ -227,7 +227,7 @@ def test_the_inventory_is_that_of_the_instance() -> None:
 
 def test_up_again_changes_nothing(pair: tuple[Node, Node]) -> None:
     def started() -> list[tuple[str, str]]:
-        return [(node.container.id, node.container.attrs["State"]["StartedAt"]) for node in pair]
+        return [(str(node.container.id), node.container.attrs["State"]["StartedAt"]) for node in pair]
 
     before = started()
     instance.up(lab())
