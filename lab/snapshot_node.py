@@ -112,7 +112,8 @@ def units() -> dict[str, Any]:
         "systemctl", "list-units", "--all", kinds, "--plain", "--no-legend", "--no-pager"
     ).splitlines():
         fields = row.split()
-        if len(fields) >= 4 and fields[1] != "not-found":
+        # A unit that is inactive may be loaded or not: that depends on who mentioned it last.
+        if len(fields) >= 4 and fields[1] != "not-found" and fields[2] != "inactive":
             found.setdefault(fields[0], {})["active"] = fields[2]
     ours = [name for name in found if name.startswith("sparkfleet-") and "@." not in name]
     for block in run("systemctl", "show", "-p", "Id,InvocationID", *ours).split("\n\n") if ours else []:

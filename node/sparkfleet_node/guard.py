@@ -27,7 +27,6 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 from ansible_collections.sparkfleet.serving.plugins.module_utils import peer_wire
@@ -613,7 +612,6 @@ def main(args: argparse.Namespace) -> int:
         signal.signal(number, lambda *_: guard.stop.set())
     # Threads share one small stack size: eight megabytes each would be locked memory for nothing.
     threading.stack_size(512 * 1024)
-    Path(RECORDS).mkdir(parents=True, exist_ok=True)
     locked = lock_memory()
     LOG.info(
         "guard: redline %g GiB, %s",

@@ -166,7 +166,9 @@ def ensure(host: Host, *, desktop: bool, now: bool, stop_units: Sequence[str], c
     diff += [text_diff(f"unit {name}", f"{units[name].enabled}\n", "enabled\n") for name in to_start]
 
     if switch and not desktop:
-        lost = protected(stopped_by_isolate(host, HEADLESS))
+        going = stopped_by_isolate(host, HEADLESS)
+        diff += [text_diff(f"unit {name}", "active\n", "inactive\n") for name in going if name not in to_stop]
+        lost = protected(going)
         if lost:
             raise Refusal(
                 "leaving the desktop now would stop what serving needs",
