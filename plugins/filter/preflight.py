@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
@@ -42,8 +42,39 @@ def preflight_report(
     return _report(core.judge(list(members), probes, _options(options), messages, sudo))
 
 
+def preflight_pins(
+    hosts: Iterable[str], hostvars: Mapping[str, Any], wanted: Iterable[Mapping[str, Any]]
+) -> dict[str, dict[str, str]]:
+    """The pins of all replicas of the play as the role takes them: {"NAME (replica R)": {value,
+    where_to_get, pattern}}.
+
+    `wanted` are rows of `name` (a variable), `where_to_get`, optionally `pattern` (a regular expression for
+    the whole
+    value) and `unless` (a variable that makes the pin unneeded when it is set).
+    """
+    found: dict[str, dict[str, str]] = {}
+    for host in hosts:
+        values = hostvars[host]
+        for row in wanted:
+            other = row.get("unless")
+            if other and values.get(other):
+                continue
+            label = f"{row['name']} (replica {values.get('sparkfleet_replica') or host})"
+            value = values.get(row["name"])
+            found[label] = {
+                "value": "" if value is None else str(value),
+                "where_to_get": str(row.get("where_to_get") or ""),
+                "pattern": str(row.get("pattern") or ""),
+            }
+    return found
+
+
 class FilterModule:
     """Filters of the role preflight."""
 
     def filters(self) -> dict[str, Any]:
-        return {"preflight_inventory": preflight_inventory, "preflight_report": preflight_report}
+        return {
+            "preflight_inventory": preflight_inventory,
+            "preflight_report": preflight_report,
+            "preflight_pins": preflight_pins,
+        }

@@ -90,16 +90,19 @@ def inventory_refusals(members: Sequence[Mapping[str, Any]], options: Options) -
                 )
             )
     for name, pin in sorted(options.pins.items()):
-        if not str(pin.get("value") or "").strip():
-            found.append(
-                Refusal(
-                    "pin-unset",
-                    "inventory",
-                    f"{name} is not set",
-                    "a pinned value; none is invented here",
-                    str(pin.get("where_to_get") or "see docs/pins.md"),
-                )
+        value = str(pin.get("value") or "").strip()
+        pattern = str(pin.get("pattern") or "")
+        if value and (not pattern or re.fullmatch(pattern, value)):
+            continue
+        found.append(
+            Refusal(
+                "pin-unset",
+                "inventory",
+                f"{name} is {value!r}" if value else f"{name} is not set",
+                f"a pinned value{' of the form ' + pattern if pattern else ''}; none is invented here",
+                str(pin.get("where_to_get") or "see the comments in inventory/example"),
             )
+        )
     return found
 
 

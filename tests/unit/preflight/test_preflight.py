@@ -392,3 +392,21 @@ def test_every_check_is_documented() -> None:
         )
     documented = set(re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "docs/preflight.md").read_text(), re.M))
     assert code == documented
+
+
+def test_pins_of_every_replica_and_their_form() -> None:
+    hostvars = {
+        "a": {"sparkfleet_replica": "alpha", "rev": "0" * 40},
+        "b": {"sparkfleet_replica": "beta", "rev": "main", "image_context": "/x"},
+    }
+    wanted = [
+        {"name": "rev", "pattern": "[0-9a-f]{40}", "where_to_get": "there"},
+        {"name": "commit", "unless": "image_context"},
+    ]
+    pins = preflight_filter.preflight_pins(["a", "b"], hostvars, wanted)
+    assert list(pins) == ["rev (replica alpha)", "commit (replica alpha)", "rev (replica beta)"]
+    rows = preflight.inventory_refusals(pair(), Options(pins=pins))
+    assert [row.found for row in rows] == [
+        "commit (replica alpha) is not set",
+        "rev (replica beta) is 'main'",
+    ]
