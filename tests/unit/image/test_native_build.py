@@ -99,12 +99,39 @@ def test_the_compiler_is_proven_before_it_runs(tmp_path: Path) -> None:
     assert run(STAGES / "fetch-zig", f"file://{archive}", digest, "0.17.0", tmp_path / "good").returncode == 0
 
 
-def test_the_build_names_what_its_commit_lacks(tmp_path: Path) -> None:
-    done = run(
-        STAGES / "build", "/bin/true", "aarch64-linux-gnu", "ReleaseSafe", "121", "1", tmp_path / "out"
+def build(zig: Path | str, nvcc: Path | str, out: Path, source: Path) -> subprocess.CompletedProcess[str]:
+    """The build stage in a source tree."""
+    words = [str(zig), "aarch64-linux-gnu", "ReleaseSafe", "121", "3", str(nvcc), str(out)]
+    return subprocess.run(
+        [str(STAGES / "build"), *words], cwd=source, capture_output=True, text=True, check=False
     )
-    assert done.returncode == 1
-    assert "nvcc is absent" in done.stderr
+
+
+@pytest.mark.parametrize("server", ["bin/tensorfold", "native/bin/tensorfold-native"])
+def test_the_build_gives_the_names_that_a_launch_uses(tmp_path: Path, server: str) -> None:
+    source = tmp_path / "source"
+    (source / "tools/dsv41-zig/inputs").mkdir(parents=True)
+    (source / "tools/dsv41-zig/inputs/make_token_map.py").write_text("print()\n")
+    names = f"{server} bin/tf-dsv41-lanes bin/tf-dsv41-rank-cache bin/tf-dsv41-check"
+    zig = tmp_path / "zig"
+    zig.write_text(
+        f'#!/bin/sh\necho "$@" > {tmp_path}/argv\nfor n in {names}; do mkdir -p $(dirname {tmp_path}/out/$n);'
+        f" cp /bin/true {tmp_path}/out/$n; done\n"
+    )
+    zig.chmod(0o755)
+    done = build(zig, "/bin/true", tmp_path / "out", source)
+    assert done.returncode == 0, done.stderr
+    assert "-Dsm=121" in (tmp_path / "argv").read_text().split()
+    for name in ("tensorfold", "tf-dsv41-lanes", "tf-dsv41-rank-cache", "tf-dsv41-check"):
+        assert os.access(tmp_path / "out/bin" / name, os.X_OK)
+    assert (tmp_path / "out/tools/make_token_map.py").exists()
+
+
+def test_the_build_names_what_it_lacks(tmp_path: Path) -> None:
+    done = build("/bin/true", "/not/there/nvcc", tmp_path / "out", tmp_path)
+    assert (done.returncode, "/not/there/nvcc is absent" in done.stderr) == (1, True)
+    done = build("/bin/true", "/bin/true", tmp_path / "out", tmp_path)
+    assert (done.returncode, "does not build tensorfold" in done.stderr) == (1, True)
 
 
 def test_every_pin_is_an_argument_and_the_commit_has_no_default() -> None:
