@@ -53,6 +53,8 @@ def config(s: Small) -> dict[str, Any]:
     return {
         "architectures": ["DeepseekV41ForCausalLM"],
         "model_type": "deepseek_v41",
+        "bos_token_id": 0,
+        "eos_token_id": 1,
         "quantization_config": {"quant_method": "exl3", "codebook": "mul1"},
         "text_config": {
             "vocab_size": s.vocab,
@@ -82,7 +84,13 @@ def config(s: Small) -> dict[str, Any]:
             "engram_n_heads": s.engram_heads,
             "engram_head_dim": s.engram_dim,
             "num_nextn_predict_layers": s.drafts,
+            "num_experts_per_tok": 2,
+            "index_topk": 512,
             "dspark_n_routed_experts": s.draft_experts,
+            "dspark_num_experts_per_tok": 1,
+            "dspark_block_size": 5,
+            "dspark_markov_rank": 128,
+            "dspark_target_layer_ids": [1, 2, 3],
         },
     }
 
