@@ -1045,5 +1045,66 @@ def render(
     return " \\\n  ".join(lines) + "\n"
 
 
+def annotated(profile: Mapping[str, Any], launches: Sequence[Mapping[str, Any]]) -> str:
+    """Every line of every rank's launch with its source, for the golden file and for reading.
+
+    A source ``-`` is shown as ``unsourced``: chosen by this project.
+    """
+
+    def line(text: str, source: str) -> str:
+        return f"{text:<100} # {'unsourced' if source == '-' else source}"
+
+    lines = []
+    body = profile["container"]
+    for launch in launches:
+        spec, sources = launch["container"], launch["sources"]
+        lines.append(f"-- {launch['node']}: rank {launch['rank']} of {launch['world']}")
+        lines.append(line(f"--name {spec['name']}", body["name"]["source"]))
+        for key, flag in (("gpus", "--gpus"), ("network", "--network"), ("ipc", "--ipc")):
+            if key in body:
+                lines.append(line(f"{flag} {spec[key]}", body[key]["source"]))
+        for name, value in sorted((body.get("ulimits") or {}).items()):
+            lines.append(line(f"--ulimit {name}={value['value']}", value["source"]))
+        for value in body.get("capabilities", []):
+            lines.append(line(f"--cap-add {value['value']}", value["source"]))
+        for value in body.get("devices", []):
+            lines.append(line(f"--device {value['value']}", value["source"]))
+        by_target = {mount["target"]: mount["source"] for mount in profile["mounts"]}
+        by_target.update({secret["target"]: secret["source"] for secret in profile.get("secrets", [])})
+        for mount in spec["mounts"]:
+            mode = ":ro" if mount["read_only"] else ""
+            lines.append(line(f"-v {mount['source']}:{mount['target']}{mode}", by_target[mount["target"]]))
+        for name, text in sorted(spec["env"].items()):
+            lines.append(line(f"-e {name}={text}", sources["env"][name]))
+        for entry in sources["argv"]:
+            lines.append(line(" ".join(map(_quoted, entry["words"])), entry["source"]))
+    return "\n".join(lines) + "\n"
+
+
+def published_schema() -> Json:
+    """``PROFILE_SCHEMA`` in the words of JSON Schema: ``values`` becomes ``additionalProperties``,
+    patterns are anchored."""
+
+    def plain(node: Any) -> Any:
+        if isinstance(node, list):
+            return [plain(item) for item in node]
+        if not isinstance(node, dict):
+            return node
+        result: Json = {}
+        for key, value in node.items():
+            if key == "values":
+                result["additionalProperties"] = plain(value)
+            elif key == "pattern" and isinstance(value, str):
+                result[key] = f"^(?:{value})$"
+            elif key == "properties":
+                result[key] = {name: plain(item) for name, item in value.items()}
+            else:
+                result[key] = plain(value)
+        return result
+
+    published: Json = plain(PROFILE_SCHEMA)
+    return published
+
+
 def _quoted(word: str) -> str:
     return word if re.fullmatch(r"[A-Za-z0-9_@%+=:,./{}-]+", word) else "'" + word.replace("'", "'\\''") + "'"
