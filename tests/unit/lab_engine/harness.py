@@ -111,7 +111,7 @@ class Pair:
         self.work.mkdir(parents=True, exist_ok=True)
         self.port = free_port()
         self.rendezvous = free_port()
-        self.roots = [fake_root(self.work / f"root{rank}", rank) for rank in (0, 1)]
+        self.roots = [fake_root(self.work / f"root{rank}", rank) for rank in range(4)]
         self.url = f"http://127.0.0.1:{self.port}"
 
     def log(self, rank: int) -> str:
@@ -155,7 +155,8 @@ class Pair:
             ]
         else:
             env = {**common, **self.worker_env}
-            command = [str(BIN / "tf-dsv41-lanes"), str(inputs.model), str(inputs.rank_files[1]), "1", "2"]
+            command = [str(BIN / "tf-dsv41-lanes"), str(inputs.model), str(inputs.rank_files[rank])]
+            command += [str(rank), str(len(inputs.rank_files))]
             command += ["127.0.0.1", str(self.rendezvous), str(inputs.kit), "--engram", str(inputs.engram)]
             command += ["--token-map", str(inputs.token_map), "--pool", str(self.context), "--graphs", "1"]
             if self.rdma:

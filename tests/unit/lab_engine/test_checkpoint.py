@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible_collections.sparkfleet.serving.plugins.module_utils import kit, model_lock, safetensors, split
 
 from lab.checkpoint import __main__ as program
 from lab.checkpoint import container, repos
 from lab.checkpoint.config import load_config
 from lab.checkpoint.inventory import Tensor, first_pack_bits, shards
-from tests.unit.lab_engine.conftest import CONFIG
+from tests.unit.lab_engine.conftest import CONFIG, newest
 from tests.unit.lab_engine.harness import Inputs
 
 
@@ -125,3 +126,11 @@ def test_contents_are_finite() -> None:
     single = container.content(Tensor("a", "F32", (4096,)), "s")
     assert all(0 < abs(value) < 1 for value in struct.unpack("<4096f", single))
     assert not {0x7F, 0xFF} & set(container.content(Tensor("a", "F8_E4M3", (4096,)), "s"))
+
+
+def test_the_lab_s_inventory_pins_what_is_generated(hub_root: Path) -> None:
+    path = Path(__file__).resolve().parents[3] / "inventory/lab/group_vars/all.yml"
+    pinned = yaml.safe_load(path.read_text())
+    for prefix, repo in (("model", repos.CHECKPOINT), ("engram", repos.ORIGINAL), ("kit", repos.KIT)):
+        assert pinned[f"sparkfleet_{prefix}_repo"] == repo
+        assert pinned[f"sparkfleet_{prefix}_revision"] == newest(hub_root, repo).name

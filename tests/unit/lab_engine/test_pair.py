@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from tests.unit.lab_engine.harness import Inputs, Pair, mapped, set_gid
+from tests.unit.lab_engine.harness import Inputs, Pair, mapped, set_gid, tool
 
 PairFactory = Callable[..., Pair]
 QUESTION = [{"role": "user", "content": "What is a rail?"}]
@@ -39,6 +39,11 @@ def get(url: str, key: str | None = None) -> Any:
     request = urllib.request.Request(url, headers={"Authorization": f"Bearer {key}"} if key else {})
     with urllib.request.urlopen(request, timeout=5) as reply:
         return reply.read().decode()
+
+
+def slow(folder: Path, milliseconds: int) -> Path:
+    (folder / "fault-engine-slow").write_text(str(milliseconds))
+    return folder
 
 
 def flip(path: Path, offset: int) -> None:
@@ -256,8 +261,8 @@ def test_api_key_file(make_pair: PairFactory, tmp_path: Path) -> None:
     assert "canary-1" not in pair.log(0)
 
 
-def test_pool_is_shared(make_pair: PairFactory) -> None:
-    pair = make_pair(head_env={"LAB_ENGINE_TOKEN_MS": "20"}).up()
+def test_pool_is_shared(make_pair: PairFactory, tmp_path: Path) -> None:
+    pair = make_pair(head_env={"LAB_MEMORY_DIR": str(slow(tmp_path, 20))}).up()
     with pytest.raises(openai.BadRequestError) as refused:
         ask(pair, max_tokens=8192)
     assert refused.value.code == "context_length_exceeded"
@@ -274,9 +279,9 @@ def test_pool_is_shared(make_pair: PairFactory) -> None:
     long.join(10)
 
 
-def test_more_requests_than_streams(make_pair: PairFactory) -> None:
+def test_more_requests_than_streams(make_pair: PairFactory, tmp_path: Path) -> None:
     pair = make_pair(
-        head_env={"TF_DS_STREAMS": "1", "LAB_ENGINE_TOKEN_MS": "30"},
+        head_env={"TF_DS_STREAMS": "1", "LAB_MEMORY_DIR": str(slow(tmp_path, 30))},
         head_args=["--parallel", "2"],
         worker_args=["--streams", "1"],
         context=8192,
@@ -297,3 +302,45 @@ def test_long_prompts_keep_their_prefix(make_pair: PairFactory) -> None:
     assert first.usage.prompt_tokens_details.cached_tokens == 0
     assert second.usage.prompt_tokens_details.cached_tokens == 4096
     assert first.choices[0].message.content == second.choices[0].message.content
+
+
+def test_fault_switches(make_pair: PairFactory, tmp_path: Path) -> None:
+    env = {"LAB_MEMORY_DIR": str(tmp_path)}
+    (tmp_path / "fault-engine-nccl").touch()
+    pair = make_pair(head_env=env)
+    pair.start(1)
+    pair.start(0)
+    assert pair.exit_code(0) == 1
+    assert "NCCL error 2" in pair.log(0)
+    pair.start(0)
+    assert pair.ready()
+    (tmp_path / "fault-engine-collapsed").touch()
+    assert set(text(pair)) == {"!"}
+    (tmp_path / "fault-engine-silent").touch()
+    assert text(pair) == ""
+    (tmp_path / "fault-engine-crash").write_text("token")
+    with pytest.raises(openai.APIConnectionError):
+        text(pair)
+    assert pair.exit_code(0) == 137
+    (tmp_path / "fault-engine-crash").write_text("load")
+    pair.start(0)
+    assert pair.exit_code(0) == 137
+    assert pair.alive(1)
+
+
+def test_four_ranks(inputs: Inputs, make_pair: PairFactory, tmp_path: Path) -> None:
+    folders = [tmp_path / f"rank{rank}" for rank in range(4)]
+    for rank, folder in enumerate(folders):
+        assert tool("tf-dsv41-rank-cache", inputs.model, folder, rank, 4, "--parity").returncode == 0
+    files = Inputs(inputs.model, inputs.engram, inputs.kit, folders, inputs.token_map)
+    pairs = [make_pair(inputs=files, rdma=False, head_env={"TF_TP_WORLD": "4"}) for _ in range(3)]
+    head = pairs[0]
+    for rank, pair in enumerate(pairs, 1):
+        pair.rendezvous = head.rendezvous
+        pair.start(rank)
+    head.start(0)
+    assert head.ready()
+    assert text(head) == text(head)
+    os.kill(pairs[2].processes[3].pid, signal.SIGKILL)
+    with pytest.raises(openai.APITimeoutError):
+        ask(head, timeout=1)

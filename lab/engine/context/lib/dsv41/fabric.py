@@ -16,6 +16,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import faults
 from .errors import EngineError, say
 
 MAGIC = b"TFDSINFO"
@@ -113,6 +114,8 @@ def nccl_check() -> None:
     interface = os.environ.get("NCCL_SOCKET_IFNAME")
     if interface and not (root() / "sys/class/net" / interface.lstrip("=^")).exists():
         say("NCCL WARN Bootstrap : no socket interface found")
+        raise EngineError("NcclFailed", "NCCL error 2: unhandled system error")
+    if faults.once("engine-nccl"):
         raise EngineError("NcclFailed", "NCCL error 2: unhandled system error")
     devices = [
         name.split(":")[0] for name in os.environ.get("NCCL_IB_HCA", "").lstrip("=").split(",") if name

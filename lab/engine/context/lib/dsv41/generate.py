@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from . import faults
 from .errors import EngineError
 from .lane import CHUNK, digest
 from .link import Leader
@@ -113,7 +114,6 @@ class Generator:
         context: int,
         parallel: int,
         streams: int,
-        delay: float,
     ) -> None:
         self.config = config
         self.tokenizer = tokenizer
@@ -122,7 +122,6 @@ class Generator:
         self.context = context
         self.parallel = parallel
         self.streams = streams
-        self.delay = delay
         self.counters = Counters()
         self.running: dict[int, Job] = {}
         self.admitted = threading.Semaphore(parallel)
@@ -130,9 +129,11 @@ class Generator:
         spans = [part(config.vocab, min(world, 2), rank % 2) for rank in range(world)]
         if world == 4:
             spans = [halve(span, rank // 2) for rank, span in enumerate(spans)]
-        self.words = [tokenizer.words(*span) for span in spans]
+        # The low ids are special tokens and bytes: a part of the vocabulary without words lends from the whole.
+        everything = tokenizer.words(0, config.vocab)
+        self.words = [tokenizer.words(*span) or everything for span in spans]
         if not all(self.words):
-            raise EngineError("BadTokenizer", "a rank's part of the vocabulary has no words")
+            raise EngineError("BadTokenizer", "the vocabulary has no words")
         self._kept: dict[bytes, bytes] = {}
 
     def run(self, job: Job) -> Iterator[tuple[str, int]]:
@@ -199,6 +200,10 @@ class Generator:
         sequence = list(job.tokens)
         thinking = job.thinking
         shown = 0  # tokens of the answer proper
+        collapsed, silent = (
+            faults.value("engine-collapsed") is not None,
+            faults.value("engine-silent") is not None,
+        )
         while len(job.output) < job.max_tokens:
             rank, word = self.leader.choose(state)
             if thinking and len(job.output) >= THINKING_TOKENS:
@@ -209,13 +214,13 @@ class Generator:
                 token, kind = self.config.eos, ""
                 job.finish = "stop"
             else:
-                choices = self.words[rank]
+                choices = [self.tokenizer.bytes_ids[ord("!")]] if collapsed else self.words[rank]
                 token, kind = choices[word % len(choices)], "reasoning" if thinking else "content"
                 shown += not thinking
             job.output.append(token)
             job.reasoning_tokens += thinking
             self._draft(job, state)
-            if kind:
+            if kind and not silent:
                 yield kind, token
             if job.finish == "stop":
                 break
@@ -224,8 +229,9 @@ class Generator:
             sequence.append(token)
             job.progressed = time.monotonic()
             job.decode_s = time.monotonic() - started
-            if self.delay:
-                time.sleep(self.delay)
+            time.sleep(faults.seconds("engine-slow", 0.001))
+            if faults.value("engine-crash") == "token":
+                faults.crash(0)
         job.decode_s = time.monotonic() - started
 
     def _draft(self, job: Job, state: bytes) -> None:

@@ -10,7 +10,7 @@ import sys
 import time
 from pathlib import Path
 
-from . import fabric, lane, memory, modelconfig, tables
+from . import fabric, faults, lane, memory, modelconfig, tables
 from .errors import EngineError, Panic, panic, report, say
 from .link import Switches, serve_peer
 
@@ -74,6 +74,7 @@ def environment_switches() -> dict[str, str]:
     return {
         "replay_floor": os.environ.get("TF_DS_REPLAY_FLOOR", "0"),
         "index_split": os.environ.get("TF_DS_IDX_SPLIT", "0"),
+        "image_cache": os.environ.get("TF_DS_IMAGE_CACHE", "1"),
         "engram_lanes": os.environ.get("TF_DS_ENGRAM_LANES", "1"),
         "interleave_ms": os.environ.get("PREFILL_INTERLEAVE_MS", "0"),
     }
@@ -105,6 +106,7 @@ def run(args: list[str]) -> int:
     config = modelconfig.read(model_dir)
     pool = int(given.get("--pool") or given.get("--context") or 0) or config.max_positions
     drafts = given.get("--drafts", "1") == "1"
+    faults.loading(rank)
     weights = lane.load(cache_dir, config, rank, world, drafts)
     engram = tables.Engram(given.get("--engram"), config)
     compressed = tables.token_map(given.get("--token-map"), config)

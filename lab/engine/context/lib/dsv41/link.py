@@ -28,6 +28,7 @@ class Switches:
     streams: int
     replay_floor: str
     index_split: str
+    image_cache: str
     engram_lanes: str
     interleave_ms: str
 

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from . import fabric, lane, memory, modelconfig, rankfile, tables
+from . import fabric, faults, lane, memory, modelconfig, rankfile, tables
 from .api import Keys, Server
 from .errors import EngineError, Panic, panic, report, say
 from .generate import Generator
@@ -161,6 +161,7 @@ def run(args: list[str]) -> int:
     if not cache:
         raise EngineError("NoRankCache", "TF_DS_RANK_CACHE is not set")
     memory.admit(Path(cache, rankfile.find(cache, 0, world)).stat().st_size)
+    faults.loading(0)
     weights = lane.load(cache, config, 0, world, drafts)
     fabric.nccl_check()
     rails = fabric.rdma_rails(os.environ.get("TF_RDMA_DEVICES"))
@@ -177,7 +178,6 @@ def run(args: list[str]) -> int:
     leader = Leader(own, peers, switches)
     stop_on_signal(leader)
     leader.warm_up()
-    delay = float(os.environ.get("LAB_ENGINE_TOKEN_MS", "0")) / 1000
     generator = Generator(
         config=config,
         tokenizer=tokenizer,
@@ -185,7 +185,6 @@ def run(args: list[str]) -> int:
         context=context,
         parallel=parallel,
         streams=streams,
-        delay=delay,
     )
     defaults: dict[str, Any] = {
         "max_tokens": int(values.get("--max-tokens", "32768")),
@@ -196,7 +195,7 @@ def run(args: list[str]) -> int:
     if config.vision:
         print("[tensorfold] images: on (PNG)", flush=True)
     host, port = values.get("--host", "127.0.0.1"), int(values.get("--port", "8080"))
-    if not keys.required() and not ipaddress.ip_address(host).is_loopback:
+    if not keys.required() and host not in ("localhost", "::1") and not host.startswith("127."):
         say(f"[tensorfold] warning: serving on {host} without an API key")
     try:
         server = Server(
