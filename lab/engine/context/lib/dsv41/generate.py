@@ -129,7 +129,7 @@ class Generator:
         spans = [part(config.vocab, min(world, 2), rank % 2) for rank in range(world)]
         if world == 4:
             spans = [halve(span, rank // 2) for rank, span in enumerate(spans)]
-        # The low ids are special tokens and bytes: a part of the vocabulary without words lends from the whole.
+        # The low ids are special tokens and bytes: a part of the vocabulary without words takes the whole.
         everything = tokenizer.words(0, config.vocab)
         self.words = [tokenizer.words(*span) or everything for span in spans]
         if not all(self.words):
