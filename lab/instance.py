@@ -19,6 +19,7 @@ import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -205,7 +206,7 @@ def find(client: docker.DockerClient, name: str) -> Container | None:
 
 
 def ensure(
-    client: docker.DockerClient, lab: Instance, part: str, create: Callable[[], Container]
+    client: docker.DockerClient, lab: Instance, part: str, tag: str, create: Callable[[], Container]
 ) -> Container:
     """The running container of a part of the lab: found, started or made."""
     container = find(client, lab.container(part))
@@ -213,6 +214,8 @@ def ensure(
         container = create()
     elif container.labels.get(LABEL) != lab.name:
         raise SystemExit(f"lab: a container {container.name} exists that the lab did not make")
+    elif tag not in (container.image.tags if container.image else []):
+        say(f"{container.name} runs an older image; `lab down` and `lab up` would renew it")
     container.reload()
     if container.status != "running":
         container.start()
@@ -417,11 +420,11 @@ def up(lab: Instance) -> dict[str, Any]:
     seed = registry_seed(client, tag, image.base_image(client))
     make_network(client, lab)
     with ThreadPoolExecutor() as pool:
-        hub = pool.submit(ensure, client, lab, "hub", lambda: create_hub(client, lab, tag, seed))
-        makers = {node: lambda node=node: create_node(client, lab, tag, node) for node in NODES}
-        started = {node: pool.submit(ensure, client, lab, node, make) for node, make in makers.items()}
+        hub = pool.submit(ensure, client, lab, "hub", tag, lambda: create_hub(client, lab, tag, seed))
+        makers = {node: partial(create_node, client, lab, tag, node) for node in NODES}
+        started = {node: pool.submit(ensure, client, lab, node, tag, make) for node, make in makers.items()}
         nodes = {node: future.result() for node, future in started.items()}
-        ensure(client, lab, "cable", lambda: create_cable(client, lab, tag))
+        ensure(client, lab, "cable", tag, lambda: create_cable(client, lab, tag))
         hub.result()
         for waiting in [
             pool.submit(wait_for_node, lab, node, container) for node, container in nodes.items()

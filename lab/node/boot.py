@@ -49,6 +49,16 @@ DMI = {
     "bios_date": "07/20/2026",
 }
 
+DATA = "/var/lib/docker"
+# 4,000,787,030,016 bytes in sectors, as the factory layout of a 4 TB model shows.
+DISK = {
+    "size": "7814037168",
+    "device/model": "SAMSUNG MZALC4T0HBL1-00B07",
+    "queue/rotational": "0",
+    "queue/read_ahead_kb": "128",
+    "queue/scheduler": "[none] mq-deadline",
+}
+
 
 def mount(*arguments: str) -> None:
     subprocess.run(["/bin/mount", *arguments], check=True)
@@ -148,7 +158,7 @@ def rename_management() -> None:
 
 
 def open_classes() -> None:
-    """Room in /sys/class for what this machine lacks: infiniband (filled by lab-hardware.service) and DMI."""
+    """Room in /sys/class for what this machine lacks: infiniband (see lab-hardware.service) and DMI."""
     extra = STATE / "class"
     for name, value in DMI.items():
         path = extra / "dmi/id" / name
@@ -156,6 +166,25 @@ def open_classes() -> None:
         path.write_text(value + "\n")
     (extra / "infiniband").mkdir()
     mount("-t", "overlay", "-o", f"ro,lowerdir={extra}:/sys/class", "overlay", "/sys/class")
+
+
+def open_disk() -> None:
+    """The data volumes lie on an NVMe disk of 4 TB, as far as sysfs tells: /sys/block lists it and nothing else.
+
+    The size is the factory one; free space is what the machine's own file system says.
+    """
+    disk = STATE / "disk/block/nvme0n1"
+    for name, value in DISK.items():
+        path = disk / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(value + "\n")
+    (disk / "nvme0n1p2").mkdir()
+    bind(disk.parent, Path("/sys/block"), read_only=True)
+    numbers = Path(DATA).stat().st_dev
+    links = STATE / "dev-block"
+    links.mkdir()
+    (links / f"{os.major(numbers)}:{os.minor(numbers)}").symlink_to("/sys/block/nvme0n1/nvme0n1p2")
+    mount("-t", "overlay", "-o", f"ro,lowerdir={links}:/sys/dev/block", "overlay", "/sys/dev/block")
 
 
 def make_devices() -> None:
@@ -183,6 +212,7 @@ def main() -> None:
     open_proc()
     rename_management()
     open_classes()
+    open_disk()
     make_devices()
     mount("--make-rshared", "/")
     # systemd 256 and newer want to be told that version 1 of the cgroup tree is meant.

@@ -75,6 +75,12 @@ def test_the_kernel_is_a_sparks(node: Node) -> None:
     assert "DGX Spark" in node.read("/etc/dgx-release")
 
 
+def test_model_data_lies_on_an_nvme_disk(node: Node) -> None:
+    assert node.text("ls", "/sys/block") == "nvme0n1"
+    numbers = node.text("mountpoint", "--fs-devno", "/var/lib/sparkfleet")
+    assert node.text("realpath", f"/sys/dev/block/{numbers}").endswith("/block/nvme0n1/nvme0n1p2")
+
+
 def test_one_node_has_overlay2_and_one_the_containerd_store(pair: tuple[Node, Node]) -> None:
     assert [docker(node, "info", "--format", "{{.Driver}}") for node in pair] == ["overlay2", "overlayfs"]
 
