@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -77,6 +78,40 @@ def own_rails(members: Any, name: str) -> list[dict[str, Any]]:
     ]
 
 
+def proof_rails(members: Any, name: str, peer: str = "") -> list[dict[str, str]]:
+    """The rails of `name` as the module link_proof takes them: [{address, netdev, peer}]; `peer` is the name
+    of the
+    member to send to, empty for the side that listens."""
+    rows = {str(row.get("name")): row for row in _members(members)}
+    others = (rows[peer].get("rails") or []) if peer else []
+    return [
+        {
+            "address": str(own.get("address") or ""),
+            "netdev": str(own.get("netdev") or ""),
+            "peer": str(others[number]["address"]).split("/")[0] if number < len(others) else "",
+        }
+        for number, own in enumerate(rows[name].get("rails") or [])
+    ]
+
+
+def link_report(result: Mapping[str, Any], source: str, target: str) -> str:
+    """Lines of at most 72 columns about a result of link_proof, with the recovery ladder where a rail is not
+    healthy."""
+    if not result.get("measured"):
+        return f"{source} to {target}: not measured ({result.get('reason') or 'unknown'})"
+    lines = []
+    for row in result.get("rails") or []:
+        lines += textwrap.wrap(
+            f"{source} to {target} on {row['netdev']} ({row['hca']}, GID {row['gid_index']}, path MTU "
+            f"{row['active_mtu'] or 'unknown'}): {row['verdict']}, {row['reason']}",
+            72,
+            subsequent_indent="  ",
+        )
+        for number, step in enumerate(row.get("ladder") or [], 1):
+            lines += textwrap.wrap(f"{number}. {step}", 72, initial_indent="  ", subsequent_indent="     ")
+    return "\n".join(lines)
+
+
 def gid_index(plan: Any, probe: Mapping[str, Any]) -> int:
     """The GID index that all rails of one node share now. It drifts: for display and gates, never for
     storing."""
@@ -99,5 +134,7 @@ class FilterModule:
             "rail_plan": rail_plan,
             "rail_refusals": rail_refusals,
             "own_rails": own_rails,
+            "proof_rails": proof_rails,
+            "link_report": link_report,
             "gid_index": gid_index,
         }
