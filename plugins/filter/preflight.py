@@ -8,9 +8,10 @@ from typing import Any
 
 from ansible.errors import AnsibleFilterError
 from ansible_collections.sparkfleet.serving.plugins.module_utils import preflight as core
+from ansible_collections.sparkfleet.serving.plugins.module_utils.rails import Refusal
 
 
-def _report(rows: Sequence[core.Refusal]) -> dict[str, Any]:
+def _report(rows: Sequence[Refusal]) -> dict[str, Any]:
     return {
         "failed": any(item.level == "fail" for item in rows),
         "rows": [item.as_dict() for item in rows],

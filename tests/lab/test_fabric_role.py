@@ -267,3 +267,37 @@ def test_undo(pair: tuple[Node, Node]) -> None:
         assert node.run("test", "-e", OWN).status != 0
     again = run(fabric_state="absent")
     assert (again.rc, again.changed_count()) == (0, 0)
+
+
+@pytest.mark.field("B01")
+@pytest.mark.parametrize(
+    ("setting", "verdict", "good"),
+    [
+        (None, "healthy", True),
+        ("12.86 12.90", "stale_init", False),
+        ("60.00 60.10", "degraded", False),
+        ("0.23 7.31", "degraded", False),
+        ("norow", "failed", False),
+    ],
+)
+def test_the_verdict_follows_the_figure(
+    pair: tuple[Node, Node], setting: str | None, verdict: str, good: bool
+) -> None:
+    tool = (Path(__file__).parent / "ib_write_bw").read_text()
+    try:
+        for node in pair:
+            node.write("/usr/local/bin/ib_write_bw", tool, 0o755)
+        if setting:
+            pair[1].write("/var/lib/lab/bandwidth", setting + "\n")
+        result = run(fabric_measure_seconds=1)
+        assert (result.rc == 0) is good, result.output[-3000:]
+        flat = " ".join(result.output.split())
+        assert f"): {verdict}," in flat, result.output[-3000:]
+        assert "spark-1 to spark-2 on enP2p1s0f0np0" in flat
+        if not good:
+            assert "spark-2 to spark-1" in flat, "the other direction was the bad one"
+            assert run(fabric_measure="always", fabric_allow_degraded=True).rc == 0
+        assert "to spark-2" not in run(fabric_measure="never").output
+    finally:
+        for node in pair:
+            node.run("rm", "-f", "/usr/local/bin/ib_write_bw", "/var/lib/lab/bandwidth")

@@ -84,7 +84,7 @@ def gather(reader: Reader, wanted: Iterable[str] = ("all",), paths: Iterable[str
     }
     for name in subsets:
         if name in simple:
-            probe[name] = simple[name](reader)  # type: ignore[operator]
+            probe[name] = simple[name](reader)
     if "disk" in subsets:
         asked = list(dict.fromkeys([*DEFAULT_PATHS, *paths]))
         root = (probe.get("docker") or {}).get("root_dir")

@@ -143,17 +143,17 @@ def read(reader: Reader, paths: list[str]) -> dict[str, Any]:
     held = {}
     for path in paths:
         mount = mount_of(path, mounts)
-        entry = next(
+        holder = next(
             (item for item in filesystems if mount and item["mountpoint"] == mount["mountpoint"]), None
         )
         held[path] = {
-            "exists": reader.exists(path) if not (entry and entry["network"]) else None,
+            "exists": reader.exists(path) if not (holder and holder["network"]) else None,
             "mountpoint": mount["mountpoint"] if mount else None,
             "fstype": mount["fstype"] if mount else None,
-            "network": entry["network"] if entry else None,
-            "nvme": entry["nvme"] if entry else None,
-            "total_bytes": entry["total_bytes"] if entry else None,
-            "available_bytes": entry["available_bytes"] if entry else None,
+            "network": holder["network"] if holder else None,
+            "nvme": holder["nvme"] if holder else None,
+            "total_bytes": holder["total_bytes"] if holder else None,
+            "available_bytes": holder["available_bytes"] if holder else None,
         }
     disks = [
         {
