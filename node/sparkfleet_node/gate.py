@@ -7,6 +7,7 @@ hold yet (worth a bounded wait: rails and memory come late), or never will witho
 from __future__ import annotations
 
 import argparse
+import contextlib
 import errno
 import json
 import re
@@ -175,12 +176,14 @@ def listener(host: Host, port: int) -> str:
     for entry in host.path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        try:
-            links = {str(link.readlink()) for link in (entry / "fd").iterdir()}
-            if links & inodes:
-                return f"{(entry / 'comm').read_text().strip()} (pid {entry.name})"
-        except OSError:
-            continue
+        links = set()
+        with contextlib.suppress(OSError):
+            for link in (entry / "fd").iterdir():
+                with contextlib.suppress(OSError):
+                    links.add(str(link.readlink()))
+        if links & inodes:
+            name = (host.read(f"/proc/{entry.name}/comm") or "a process").strip()
+            return f"{name} (pid {entry.name})"
     return "a process of another namespace"
 
 
