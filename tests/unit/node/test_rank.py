@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils import peer_wire
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import DockerApi
+from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Refusal
 
 from node.sparkfleet_node import common, logs, peer, rank
 from tests.unit.node.conftest import INSTALL, TreeHost, launch_of, put_launch
@@ -358,7 +359,7 @@ def test_logs_are_kept_by_number(node: TreeHost, api: DockerApi, docker: FakeDoc
 
 def test_a_launch_of_another_schema_is_refused(node: TreeHost) -> None:
     put_launch(node, {**launch_of(0), "schema": 99})
-    with pytest.raises(common.Refusal, match="another schema"):
+    with pytest.raises(Refusal, match="another schema"):
         common.load_launch(node, "spark-a")
 
 
@@ -366,9 +367,9 @@ def test_waiting_has_an_end() -> None:
     now = [0.0]
 
     def never() -> None:
-        raise common.Refusal("not yet")
+        raise Refusal("not yet")
 
-    with pytest.raises(common.Refusal, match="not yet"):
+    with pytest.raises(Refusal, match="not yet"):
         common.until(never, 5, clock=lambda: now[0], sleep=lambda s: now.__setitem__(0, now[0] + s))
     assert 5 <= now[0] < 7
 
