@@ -169,7 +169,7 @@ def open_classes() -> None:
 
 
 def open_disk() -> None:
-    """The data volumes lie on an NVMe disk of 4 TB, as far as sysfs tells: /sys/block lists it and nothing else.
+    """The data volumes lie on a 4 TB NVMe disk, as far as sysfs tells; /sys/block lists nothing else.
 
     The size is the factory one; free space is what the machine's own file system says.
     """
