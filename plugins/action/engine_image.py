@@ -14,16 +14,18 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.image_identity 
     make_recipe,
     reference,
 )
+from ansible_collections.sparkfleet.serving.plugins.plugin_utils.watch import WatchedAction
 
 
-class ActionModule(ActionBase):  # type: ignore[misc]
+class ActionModule(WatchedAction):
     """Computes content hash and reference from the context, transfers the context for a real build."""
 
+    MODULE = "engine_image"
     TRANSFERS_FILES = True
 
     def run(self, tmp: Any = None, task_vars: dict[str, Any] | None = None) -> dict[str, Any]:
         """One module call; a build that is needed adds one transfer and one call."""
-        result: dict[str, Any] = super().run(tmp, task_vars)
+        result: dict[str, Any] = ActionBase.run(self, tmp, task_vars)
         args = dict(self._task.args)
         context = str(args.pop("context", "") or "")
         patches = [str(item) for item in args.pop("patches", None) or []]
@@ -49,7 +51,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
         if building and not tar:
             raise AnsibleActionFail("state built needs the build context on the controller (context)")
         if building:
-            looked = self._call(dict(args, state="inspected"), task_vars)
+            looked = self.watched(dict(args, state="inspected"), task_vars)
             if looked.get("failed") or looked.get("present"):
                 return {**result, **looked}
             self._make_tmp_path()
@@ -57,13 +59,7 @@ class ActionModule(ActionBase):  # type: ignore[misc]
             self._transfer_data(remote, tar)
             self._fixup_perms2((self._connection._shell.tmpdir, remote))
             args["context_tar"] = remote
-        return {**result, **self._call(args, task_vars)}
+        return {**result, **self.watched(args, task_vars)}
 
     def _find(self, context: str) -> str:
         return str(self._loader.path_dwim(context))
-
-    def _call(self, args: dict[str, Any], task_vars: dict[str, Any] | None) -> dict[str, Any]:
-        found: dict[str, Any] = self._execute_module(
-            module_name="sparkfleet.serving.engine_image", module_args=args, task_vars=task_vars
-        )
-        return found

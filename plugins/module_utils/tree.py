@@ -579,14 +579,16 @@ class Progress:
                 "line": self._line,
             }
         with contextlib.suppress(OSError):  # progress is a courtesy, never a reason to fail
-            self._path.parent.mkdir(parents=True, exist_ok=True)
+            for folder in (self._path.parent.parent, self._path.parent):
+                folder.mkdir(mode=0o755, exist_ok=True)
             write_atomic(self._path, json.dumps(raw).encode())
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the file, and its folder when nobody else reports there."""
         if self._path is not None:
             with contextlib.suppress(OSError):
                 self._path.unlink()
+                self._path.parent.rmdir()
 
 
 def tree_size(root: Path) -> int:
