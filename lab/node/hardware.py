@@ -102,15 +102,25 @@ class Hardware:
 
     def __init__(self) -> None:
         self.tables: dict[str, GidTable] = {}
-        self.built = 0.0
+        self.built = -FRESH
         self.tree: Tree = {}
+        self.counted = -FRESH
+        self.meminfo = ""
 
     def current(self) -> Tree:
         now = time.monotonic()
-        if now - self.built > FRESH:
+        if now - self.built >= FRESH:
             self.tree = self.build(read_network(), now)
             self.built = now
         return self.tree
+
+    def memory(self) -> str:
+        """/proc/meminfo: read often, and it needs no look at the network."""
+        now = time.monotonic()
+        if now - self.counted >= FRESH:
+            self.meminfo = render(memory_state())
+            self.counted = now
+        return self.meminfo
 
     def build(self, network: dict[str, NetState], now: float) -> Tree:
         present = [function for function in FUNCTIONS if function.netdev in network]
@@ -121,7 +131,6 @@ class Hardware:
             "infiniband": {f.rdma: self.rdma(f, network[f.netdev], first, now) for f in present},
             "pci": pci_tree(present),
             "net": {f.netdev: net_tree(network[f.netdev]) for f in present},
-            "meminfo": render(memory_state()),
         }
 
     def rdma(self, function: Function, link: NetState, first: str, now: float) -> Tree:
@@ -237,6 +246,8 @@ class FileSystem(fuse.Operations):  # type: ignore[misc]
         self.hardware = hardware
 
     def find(self, path: str) -> Entry:
+        if path == "/meminfo":
+            return self.hardware.memory()
         entry: Entry = self.hardware.current()
         for part in path.strip("/").split("/"):
             if not part:
@@ -257,7 +268,8 @@ class FileSystem(fuse.Operations):  # type: ignore[misc]
 
     def readdir(self, path: str, fh: int) -> list[str]:  # noqa: ARG002
         entry = self.find(path)
-        return [".", "..", *entry] if isinstance(entry, dict) else []
+        names = [*entry] if isinstance(entry, dict) else []
+        return [".", "..", *names, *(["meminfo"] if path == "/" else [])]
 
     def readlink(self, path: str) -> str:
         entry = self.find(path)
