@@ -35,7 +35,8 @@ INDEX_SOURCES = (2, 8, 14, 20, 24, 28, 32, 36)
 VISION_TENSORS = 266
 
 
-def _matrix(out: Inventory, name: str, k: int, n: int, bits: float) -> None:
+def matrix(out: Inventory, name: str, k: int, n: int, bits: float) -> None:
+    """The four tensors of an EXL3 matrix, in the order in which the quantizer writes them."""
     out[name + ".suh"] = ("F16", (k,))
     out[name + ".svh"] = ("F16", (n,))
     out[name + ".mul1"] = ("I32", ())
@@ -49,21 +50,21 @@ def _block(out: Inventory, prefix: str, layer: int, experts: int) -> None:
     routed = 4 if draft else (2 if 18 <= layer <= 22 else 3)
     for expert in range(experts):
         for leaf, k, n in (("w1", 5120, 2304), ("w3", 5120, 2304), ("w2", 2304, 5120)):
-            _matrix(out, f"{prefix}.ffn.experts.{expert}.{leaf}", k, n, routed)
+            matrix(out, f"{prefix}.ffn.experts.{expert}.{leaf}", k, n, routed)
     for leaf, k, n in (("w1", 5120, 2304), ("w3", 5120, 2304), ("w2", 2304, 5120)):
         shared = 4 if draft or 11 <= layer <= 29 else 5
         if layer == 29 and leaf == ODD_SHARED and not draft:
             shared = 5
-        _matrix(out, f"{prefix}.ffn.shared_experts.{leaf}", k, n, shared)
+        matrix(out, f"{prefix}.ffn.shared_experts.{leaf}", k, n, shared)
     out[f"{prefix}.ffn.gate.bias"] = ("F32", (experts,))
     out[f"{prefix}.ffn.gate.weight"] = ("F16", (experts, 5120))
     out[f"{prefix}.ffn_norm.weight"] = ("BF16", (5120,))
     for group in range(8):
-        _matrix(out, f"{prefix}.attn.wo_a.slice.{group}", 4096, 1024, bits)
-    _matrix(out, f"{prefix}.attn.wo_b", 8192, 5120, bits)
-    _matrix(out, f"{prefix}.attn.wq_a", 5120, 1280, latent)
-    _matrix(out, f"{prefix}.attn.wq_b", 1280, 32768, bits)
-    _matrix(out, f"{prefix}.attn.wkv", 5120, 512, latent)
+        matrix(out, f"{prefix}.attn.wo_a.slice.{group}", 4096, 1024, bits)
+    matrix(out, f"{prefix}.attn.wo_b", 8192, 5120, bits)
+    matrix(out, f"{prefix}.attn.wq_a", 5120, 1280, latent)
+    matrix(out, f"{prefix}.attn.wq_b", 1280, 32768, bits)
+    matrix(out, f"{prefix}.attn.wkv", 5120, 512, latent)
     if not draft:
         _sources(out, prefix, layer)
     out[f"{prefix}.attn.attn_sink"] = ("F32", (64,))
@@ -83,18 +84,18 @@ ODD_SHARED = "w2"
 
 def _sources(out: Inventory, prefix: str, layer: int) -> None:
     if layer in KV_SOURCES:
-        _matrix(out, f"{prefix}.attn.compressor.wkv", 5120, 512, 5)
+        matrix(out, f"{prefix}.attn.compressor.wkv", 5120, 512, 5)
         if layer != 20:
-            _matrix(out, f"{prefix}.attn.compressor.wgate", 5120, 512, 5)
+            matrix(out, f"{prefix}.attn.compressor.wgate", 5120, 512, 5)
         out[f"{prefix}.attn.compressor.norm.weight"] = ("BF16", (512,))
     if layer in INDEX_SOURCES:
-        _matrix(out, f"{prefix}.attn.indexer.wq_b", 1280, 4096, 5)
+        matrix(out, f"{prefix}.attn.indexer.wq_b", 1280, 4096, 5)
         out[f"{prefix}.attn.indexer.weights_proj.weight"] = ("F16", (32, 5120))
         if layer in KV_SOURCES:
-            _matrix(out, f"{prefix}.attn.indexer.wk", 512, 128, 8)
+            matrix(out, f"{prefix}.attn.indexer.wk", 512, 128, 8)
             out[f"{prefix}.attn.indexer.k_norm.weight"] = ("BF16", (128,))
     if layer in ENGRAM_LAYERS:
-        _matrix(out, f"{prefix}.engram.wkv", 6144, 25600, ENGRAM_LAYERS[layer])
+        matrix(out, f"{prefix}.engram.wkv", 6144, 25600, ENGRAM_LAYERS[layer])
         out[f"{prefix}.engram.q_weight"] = ("F32", (4, 5120))
         out[f"{prefix}.engram.k_weight"] = ("F32", (4, 5120))
 
@@ -116,10 +117,10 @@ def shard_of_layer(layer: int) -> int:
 
 def _tail(out: Inventory, number: int) -> None:
     if number == 38:
-        _matrix(out, "head", 5120, 129280, 6)
+        matrix(out, "head", 5120, 129280, 6)
         out["norm.weight"] = ("BF16", (5120,))
         _block(out, "mtp.0", 40, 128)
-        _matrix(out, "mtp.0.main_proj", 15360, 5120, 4)
+        matrix(out, "mtp.0.main_proj", 15360, 5120, 4)
         out["mtp.0.main_norm.weight"] = ("BF16", (5120,))
     if number == 39:
         _block(out, "mtp.1", 41, 128)

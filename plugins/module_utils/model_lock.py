@@ -91,6 +91,7 @@ class ModelLock:
     warnings: list[str] = field(default_factory=list)
     _tensors: dict[str, LockTensor] | None = None
     _digest: str = ""
+    _document: dict[str, dict[str, Any]] | None = None
 
     @property
     def tensors(self) -> dict[str, LockTensor]:
@@ -286,10 +287,12 @@ def _families(inventory: Inventory) -> list[list[Any]]:
 
 
 def _shards_document(lock: ModelLock) -> dict[str, dict[str, Any]]:
-    return {
-        name: {"header": lock.header_bytes[name], "tensors": _families(inventory)}
-        for name, inventory in lock.shards.items()
-    }
+    if lock._document is None:
+        lock._document = {
+            name: {"header": lock.header_bytes[name], "tensors": _families(inventory)}
+            for name, inventory in lock.shards.items()
+        }
+    return lock._document
 
 
 def to_document(lock: ModelLock) -> dict[str, Any]:

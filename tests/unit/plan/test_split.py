@@ -422,3 +422,47 @@ def test_on_a_node_the_engines_index_decides() -> None:
         with pytest.raises(sp.SplitError) as error:
             sp.compare_index(layout, text)
         assert error.value.fault == "bad-index"
+
+
+def test_deepseek_v4_flash_at_full_size_has_its_published_parameters() -> None:
+    """Numbers of the public config; names of the quantized V4 sample. 43 layers: 2 windows, 21 ratio 4, 20
+    ratio 128."""
+    from tools.plan_fullsize import matrix
+
+    hidden, width, experts, heads, head_dim = 4096, 2048, 256, 64, 512
+    ratios = [0, 0] + [4, 128] * 20 + [4]
+    out: Inventory = {"embed.weight": ("BF16", (129_280, hidden)), "norm.weight": ("BF16", (hidden,))}
+    matrix(out, "head", hidden, 129_280, 6)
+    for layer, ratio in enumerate(ratios):
+        p = f"layers.{layer}"
+        for leaf, k, n in (("w1", hidden, width), ("w2", width, hidden), ("w3", hidden, width)):
+            for base in (*(f"experts.{e}" for e in range(experts)), "shared_experts"):
+                matrix(out, f"{p}.ffn.{base}.{leaf}", k, n, 3)
+        out[f"{p}.ffn.gate.weight"] = ("F16", (experts, hidden))
+        matrix(out, f"{p}.attn.wq_a", hidden, 1024, 5)
+        matrix(out, f"{p}.attn.wq_b", 1024, heads * head_dim, 5)
+        matrix(out, f"{p}.attn.wkv", hidden, head_dim, 5)
+        matrix(out, f"{p}.attn.wo_b", 8 * 1024, hidden, 5)
+        for group in range(8):
+            matrix(out, f"{p}.attn.wo_a.slice.{group}", heads * head_dim // 8, 1024, 5)
+        if ratio == 4:
+            matrix(out, f"{p}.attn.indexer.wq_b", 1024, 64 * 128, 5)
+    body = {
+        "model_type": "deepseek_v4", "hidden_size": hidden, "num_hidden_layers": 43, "num_attention_heads": heads,
+        "head_dim": head_dim, "vocab_size": 129_280, "moe_intermediate_size": width, "o_groups": 8,
+        "o_lora_rank": 1024, "n_routed_experts": experts, "compress_ratios": ratios,
+        "quantization_config": {"quant_method": "exl3", "codebook": "mul1"},
+    }  # fmt: skip
+    lock = lock_of({"model.safetensors": out}, body)
+    weights = sum(e.shape[0] * e.shape[1] * 256 for n, e in lock.tensors.items() if n.endswith(".trellis"))
+    assert weights + 129_280 * hidden == pytest.approx(284e9, rel=0.005), "published: 284 B"
+    placed, unplaced = sp.classify(lock, sp.read_dims(body))
+    assert unplaced == []
+    for rank in range(2):
+        for part in sp.family_parts(placed[:60], lock.tensors, sp.read_dims(body), 2, rank):
+            assert part.mode in ("replicated", "row", "column")
+    with pytest.raises(sp.SplitError, match="does not read it"):
+        sp.plan_split(lock, NATIVE, 2)
+    body["quantization_config"] = {"quant_method": "fp8"}
+    with pytest.raises(sp.SplitError, match="does not read this quantization"):
+        sp.plan_split(lock, "plain_tp", 2)
