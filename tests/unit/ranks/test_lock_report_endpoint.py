@@ -143,7 +143,8 @@ def test_the_smoke_test_asks_for_a_plain_answer(served: tuple[Server, endpoint.E
 
 @pytest.mark.parametrize(
     ("reply", "words"),
-    [("", "empty reply"), ("  \n", "empty reply"), (None, "empty reply"), ("!!!!!!", "one repeated character"),
+    [("", "empty reply"), ("  \n", "empty reply"), (None, "empty reply"),
+     ("!!!!!!", "one repeated character"),
      ("a a a", "one repeated character"), (500, "the smoke test failed")],
 )  # fmt: skip
 def test_replies_of_a_broken_model_fail(
