@@ -11,6 +11,8 @@ are transferred: they warn, and refuse only after a first start on this very rep
 (`calibrate`). The engine's own admission rule and the start gate are exact and refuse.
 
 All memory is /proc/meminfo's MemAvailable in GiB (2^30 bytes): nvidia-smi knows no totals on a GB10.
+
+Sources are named as docs/plan-residuals.md names them (JAY, SOUM, SFX, ZACK).
 """
 
 from __future__ import annotations
@@ -23,8 +25,7 @@ from .safetensors import PlanError
 from .split import Dims
 
 GIB = 1 << 30
-#: Contexts are judged and advised in steps of the engine's pool extent (tensorfold.md 6.5: requests round up
-#: to it).
+#: Every request takes whole steps of the engine's pool, so contexts are judged and advised in them.
 POOL_STEP = 2048
 
 
@@ -58,23 +59,31 @@ CONSTANTS: dict[str, Constant] = {
     "drift_gib": Constant(
         0.0, "GiB", "assumed", "0 to 2.1 in long runs (SOUM MEMORY.md: +2.13 GiB in 2 h 49 min)"
     ),
-    "margin_gib": Constant(
-        1.0, "GiB", "assumed", "model.md 5.2: under floor + 1 warn; the formula's own error"
-    ),
+    "margin_gib": Constant(1.0, "GiB", "assumed", "the error of the transferred constants together"),
     "redline_gib": Constant(4.0, "GiB", "measured", "seed: MEMGUARD_GIB=4; JAY and ZACK hard floor 4"),
     "reserve_least_gib": Constant(4.0, "GiB", "exact", "engine cuda_memory.zig: max(4 GiB, total/10)"),
     "reserve_share": Constant(0.1, "of MemTotal", "exact", "engine cuda_memory.zig: max(4 GiB, total/10)"),
     "mem_total_gib": Constant(121.0, "GiB", "measured", "MemTotal 126,877,032 kB (JAY kv/budget.zig test)"),
     "available_head_gib": Constant(114.0, "GiB", "assumed", "SFX free-preboot.txt: idle desktop head"),
     "available_worker_gib": Constant(116.0, "GiB", "assumed", "SFX free-preboot.txt: idle worker"),
-    "available_headless_gib": Constant(117.0, "GiB", "assumed", "model.md 5.3: headless head"),
+    "available_headless_gib": Constant(
+        117.0, "GiB", "assumed", "a head without its desktop: 111 seen with about 6 GiB of other software"
+    ),
     "desktop_gib": Constant(6.0, "GiB", "measured", "seed: GNOME and background tools consume about 6 GB"),
     "prepare_gib": Constant(
-        5.0, "GiB", "measured", "rank-cache tool: 4.2 GB (ReleaseSafe) while writing, plan 5"
+        5.0, "GiB", "measured", "the engine's rank-file tool: 4.2 GB of memory while writing"
     ),
     "floor_least_gib": Constant(2.5, "GiB", "measured", "SOUM: the lowest engine floor in the field"),
 }
 CHUNK = 2048
+#: Digits of results, and of the terms that a later judgement starts from.
+DIGITS, TERM_DIGITS = 3, 6
+#: An admission that passes by less than this is told (GiB).
+TIGHT_GIB = 0.5
+#: No smaller prefill chunk is advised.
+LEAST_CHUNK = 512
+#: A lever that buys less is not listed (GiB).
+LEAST_GAIN = 0.005
 
 # --- caches
 # ----------------------------------------------------------------------------------------------------
@@ -99,8 +108,7 @@ def kv_row_bytes(kind: str, head_dim: int, index_dim: int, rope_dim: int = 64) -
     """Bytes of a compressed KV row and of an index row.
 
     fp4: E2M1 codes with an E4M3 scale for 16 values, index E2M1 with an E8M0 scale for 32. fp8: vLLM's
-    fp8_ds_mla, RoPE part in BF16 and 8 bytes of scales; index 128 codes and an F32 scale. Sources: model.md
-    4.1.
+    fp8_ds_mla, RoPE part in BF16 and 8 bytes of scales; index 128 codes and an F32 scale.
     """
     if kind == "fp4":
         return head_dim // 2 + head_dim // 16, index_dim // 2 + index_dim // 32
@@ -202,8 +210,7 @@ def caches(shape: CacheShape, kind: str, context: int, slots: int, world: int = 
 # --- vLLM's block layouts
 # ----------------------------------------------------------------------------------------
 
-#: Rows of a page and the alignment of its bytes (model.md 4.2; reproduces V4-Flash's 1,039,680 B block as
-#: well).
+#: Rows of a page and the alignment of its bytes (they give V4-Flash's block of 1,039,680 B too).
 VLLM_PAGE_ROWS = 64
 VLLM_ALIGN = 576
 #: Steps in flight that a sliding window is billed for. Inferred.
@@ -392,19 +399,19 @@ def judge_node(
         "reason": (refusals or warnings or [f"{worst:.2f} GiB left at the worst point"])[0],
         "refusals": refusals,
         "warnings": warnings,
-        "available_gib": round(live, 3),
+        "available_gib": round(live, DIGITS),
         "available_source": "measured" if measured else "assumed",
-        "effective_available_gib": round(effective, 3),
-        "load_gib": round(load, 3),
-        "idle_after_gib": round(idle, 3),
-        "worst_gib": round(worst, 3),
-        "required_available_gib": round(required, 3),
-        "short_by_gib": round(max(0.0, required - effective), 3),
+        "effective_available_gib": round(effective, DIGITS),
+        "load_gib": round(load, DIGITS),
+        "idle_after_gib": round(idle, DIGITS),
+        "worst_gib": round(worst, DIGITS),
+        "required_available_gib": round(required, DIGITS),
+        "short_by_gib": round(max(0.0, required - effective), DIGITS),
         "redline_gib": redline,
-        "reserve_gib": round(reserve, 3),
-        "room_gib": round(effective - reserve, 3),
+        "reserve_gib": round(reserve, DIGITS),
+        "room_gib": round(effective - reserve, DIGITS),
         "calibrated": calibrated,
-        "terms_gib": {name: round(value, 4) for name, value in own.items()},
+        "terms_gib": {name: round(value, TERM_DIGITS) for name, value in own.items()},
     }
 
 
@@ -435,7 +442,7 @@ def _judge_start(
     left = effective - sum(own[name] for name in EXACT_TERMS)
     if left < redline:
         refusals.append(f"weights and caches alone leave {left:.2f} GiB, under the redline of {redline:.2f}")
-    if 0 <= room - own["rank_file"] < 0.5 and not refusals:
+    if 0 <= room - own["rank_file"] < TIGHT_GIB and not refusals:
         warnings.append(f"the engine's admission passes by {room - own['rank_file']:.2f} GiB only")
 
 
@@ -476,12 +483,14 @@ def budget_for_node(
 # --- the replica
 # ---------------------------------------------------------------------------------------------------
 
-_ORDER = {"fits": 0, "fits_with_warning": 1, "does_not_fit": 2}
+_ORDER = ("fits", "fits_with_warning", "does_not_fit")
 
 
 def worst_of(nodes: list[dict[str, Any]]) -> dict[str, Any]:
     """The node that decides: the worst verdict, then the least left over its redline."""
-    return max(nodes, key=lambda node: (_ORDER[node["verdict"]], node["redline_gib"] - node["worst_gib"]))
+    return max(
+        nodes, key=lambda node: (_ORDER.index(node["verdict"]), node["redline_gib"] - node["worst_gib"])
+    )
 
 
 def largest_context(
@@ -517,8 +526,8 @@ def levers(
     found: list[dict[str, Any]] = []
 
     def add(name: str, gain: float, detail: str) -> None:
-        if gain >= 0.005:
-            found.append({"lever": name, "gain_gib": round(gain, 3), "detail": detail})
+        if gain >= LEAST_GAIN:
+            found.append({"lever": name, "gain_gib": round(gain, DIGITS), "detail": detail})
 
     desktop = min(
         CONSTANTS["desktop_gib"].value,
@@ -527,7 +536,7 @@ def levers(
     add("headless", desktop, "stop the desktop and other software (measured elsewhere: about 6 GiB)")
     add("vision", node["terms_gib"]["vision"], "serve without the vision tower (rank 0)")
     add("drafts", draft_bytes / GIB, "serve without draft blocks: slower decoding")
-    if chunk > 512:
+    if chunk > LEAST_CHUNK:
         add(
             "chunk",
             CONSTANTS["chunk_gib"].value * (chunk - chunk // 2) / CHUNK,
@@ -596,7 +605,7 @@ def plan_budget(
             chunk=chunk,
             drift_gib=drift_gib,
         )
-        terms.append({name: round(value, 6) for name, value in term.items()})
+        terms.append({name: round(value, TERM_DIGITS) for name, value in term.items()})
         if available_gib is None:
             available = CONSTANTS["available_head_gib" if rank == 0 else "available_worker_gib"].value
         else:
@@ -641,7 +650,7 @@ def plan_budget(
             context=context,
             parallel=parallel,
             chunk=chunk,
-            draft_bytes=int(ranks[decides["rank"]].get("draft_bytes", 0)),
+            draft_bytes=int(ranks[decides["rank"]]["draft_bytes"]),
             smaller=smaller,
             current=cache,
         ),
@@ -652,6 +661,5 @@ def plan_budget(
 
 
 def needed_by_second_formula(rank_file_gib: float, context: int, rank: int, redline_gib: float) -> float:
-    """The other published sum (tensorfold.md 6.3), for the residual page: available GiB that a start
-    needs."""
+    """The other published sum, for the residual page: available GiB that a start needs."""
     return rank_file_gib + 2.0 + 1862 * context / GIB + (2.0 if rank == 0 else 1.0) + redline_gib + 1.0

@@ -16,10 +16,11 @@ from .safetensors import PlanError
 
 GB = 10**9
 LOCATIONS = ("models", "engram", "rank_files", "docker", "data")
-#: Bytes of the engine image, and of kit, RoPE tables, token map and logs (model.md section 6).
+#: Bytes of the engine image, and of kit, RoPE tables, token map and logs (published sizes of siblings of the
+#: recipe).
 IMAGE_BYTES = 24_900_000_000
 OTHER_BYTES = 600_000_000
-#: Share kept free of every filesystem: 519.9 + 24.9 GB becomes the 550 GB that model.md asks of a head.
+#: Share kept free of every filesystem: 519.9 + 24.9 GB becomes the 550 GB asked of a head.
 SLACK = 0.01
 #: statfs names that must not hold Engram tables: rows are read at random with O_DIRECT.
 REMOTE_FILESYSTEMS = (

@@ -44,7 +44,7 @@ from .safetensors import (
 FORMAT = "sparkfleet-model-lock/1"
 #: First range of a shard over HTTP. A layer shard of the 2.9 bpw pack has a header of 490 to 496 kB.
 FIRST_RANGE = 512 * 1024
-#: config.json beyond this is refused by the engine (4 MiB, rank-cache tool).
+#: config.json beyond this is refused by the engine (4 MiB).
 CONFIG_LIMIT = 4 * 1024 * 1024
 
 _NUMBER = re.compile(r"(?:(?<=\.)|^)(?:0|[1-9]\d{0,8})(?=\.|$)")

@@ -86,7 +86,8 @@ def test_caches_of_other_models() -> None:
     shape = bu.cache_shape(llama, {"max_position_embeddings": 4096})
     one, two, three = (bu.caches(shape, "bf16", 2020, 1, world).kv_bytes for world in (1, 2, 3))
     assert one == 2 * 2048 * 3 * 2 * 64 * 2 == 2 * two == three
-    assert bu.caches(shape, "bf16", 2020, 1).rope_bytes == 0
+    assert bu.caches(shape, "bf16", 2020, 1) == bu.Caches(2048, one, 0)
+    assert bu.caches(shape, "bf16", 1, 1).rows == 2048
     with pytest.raises(bu.BudgetError, match="max_position_embeddings"):
         bu.cache_shape(llama, {})
 
@@ -97,6 +98,10 @@ def test_v4_keeps_a_cache_in_every_compressing_layer(exl3: dict[str, Any]) -> No
     lock = from_directory(exl3["tiny-dsv4-exl3-3.0bpw"])
     shape = bu.cache_shape(read_dims(lock.config), text_config(lock.config))
     assert (shape.ratios, shape.indexed) == ((4, 128), (True, False))
+    # head 128, index 128, window 128 in 3 layers; 2048 rows; two compressing layers
+    pool = (2048 / 4 + 2) * (64 + 64 * 2 + 8 + 132) + (2048 / 128 + 2) * (64 + 64 * 2 + 8)
+    slot = 3 * 144 * 128 * 2 + 2 * 2 * 64 * 128 * 4
+    assert bu.caches(shape, "fp8", 2020, 1) == bu.Caches(2048, int(pool) + slot + 8 * 2048, 4 * 2020 * 32 * 4)
 
 
 def test_numbers_that_cannot_be(shape: bu.CacheShape, dims: Dims, full_lock: ModelLock) -> None:
@@ -133,6 +138,13 @@ def test_vllm_groups_of_three(shape: bu.CacheShape) -> None:
     assert pool.blocks * 327_680 // 7894 == 1_934_490, (
         "published; that image's window charge (214) is unknown"
     )
+
+
+def test_the_smallest_vllm_pool(shape: bu.CacheShape) -> None:
+    """One token, batch 1: 127 + 2 in flight are 3 pages and one more, in 43 layers."""
+    pool = bu.vllm_pool(shape, 1, 1, 1)
+    assert (pool.blocks, pool.per_request) == (0, 1 + 3 + 43 * 4 + 3)
+    assert bu.vllm_pool(shape, 138_240, 1, 1, group=3).blocks == 1
 
 
 def test_vllm_pages() -> None:
@@ -265,6 +277,46 @@ def test_a_running_replica_a_restart_and_a_preparation(shape: bu.CacheShape) -> 
     assert "writing a rank file takes 5.0 GiB and leaves 3.50" in refused["reason"]
     with pytest.raises(bu.BudgetError):
         judge(shape, 117.0, situation="whatever")
+
+
+def test_no_gate_no_reserve_and_no_weights_is_no_refusal() -> None:
+    nothing = dict.fromkeys(
+        ("rank_file", "vision", "kv", "rope", "runtime", "growth", "dip", "chunk", "drift"), 0.0
+    )
+    limits: dict[str, float | None] = {"redline_gib": 0.0, "reserve_gib": 0.0}
+    node = bu.judge_node(nothing, limits, rank=0, available_gib=0.0)
+    assert node["refusals"] == []
+    assert bu.calibrate(nothing, before_gib=0.0, idle_gib=0.0, lowest_gib=1.0) == {
+        "overhead": 0.0,
+        "dip": 0.0,
+    }
+
+
+def test_digits_of_results(shape: bu.CacheShape) -> None:
+    node = judge(shape, 117.00049)
+    keys = ("available", "effective_available", "load", "idle_after", "worst", "required_available", "room")
+    for key in keys:
+        assert node[f"{key}_gib"] == round(node[f"{key}_gib"], 3)
+    assert node["available_gib"] == 117.0
+    assert node["short_by_gib"] == 0.0
+    assert node["terms_gib"]["kv"] == round(terms(shape)["kv"], 6)
+
+
+def test_an_admission_that_just_passes_is_told(shape: bu.CacheShape) -> None:
+    room = terms(shape)["rank_file"] + 8.0
+    for spare, told in ((0.49, True), (0.52, False)):
+        node = judge(shape, room + spare, limits={"redline_gib": 0.0})
+        assert any("admission" in text for text in node["warnings"]) is told
+
+
+def test_the_deciding_node() -> None:
+    def node(verdict: str, worst: float) -> dict[str, Any]:
+        return {"verdict": verdict, "worst_gib": worst, "redline_gib": 4.0}
+
+    calm, warned, refused = node("fits", 1.0), node("fits_with_warning", 9.0), node("does_not_fit", 99.0)
+    assert bu.worst_of([calm, warned]) is warned
+    assert bu.worst_of([refused, warned]) is refused
+    assert bu.worst_of([node("fits", 9.0), calm]) is calm
 
 
 @pytest.mark.parametrize("value", [-1.0, float("nan"), float("inf")])
