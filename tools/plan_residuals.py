@@ -2,8 +2,8 @@
 # ruff: noqa: E402
 """Set every published observation of the model's sizes and memory against the planner's prediction.
 
-``python tools/plan_residuals.py`` writes docs/plan-residuals.md. Inputs are the reconstructed full-size lock and the
-functions of the planner; no observation is an input of its own row unless the row says that it was fitted.
+``python tools/plan_residuals.py`` writes docs/plan-residuals.md. Inputs are the reconstructed full-size lock and
+the functions of the planner; no observation is an input of its own row unless the row says that it was fitted.
 """
 
 from __future__ import annotations
@@ -363,9 +363,10 @@ def page(lock: ModelLock, pair: Split, one_bytes: int, four: RankLayout) -> str:
         "- **assumed**: an input of the row was not published (mostly MemAvailable before the start).",
         "- **unexplained**: the rules do not give this number, and no rule was bent for it.",
         "",
-        "Sources: SEED the four documents this collection began from; SOUM soumyarupsarkar/deepseek-v4.1-flash-2X-",
-        "GB10-TensorFold; SFX sfxnz/DeepSeek-V4.1-Flash-EXL3-TensorFold-2x-DGX-Spark; BERT bertholomus/TensorFold,",
-        "BERT-TP2 its two-Spark kit; JAY jayleaton/deepseek-v41-tensorfold-spark; MIA MiaAI-Lab's vLLM kit for the",
+        "Sources: SEED the four documents this collection began from; SOUM",
+        "soumyarupsarkar/deepseek-v4.1-flash-2X-GB10-TensorFold; SFX",
+        "sfxnz/DeepSeek-V4.1-Flash-EXL3-TensorFold-2x-DGX-Spark; BERT bertholomus/TensorFold, BERT-TP2",
+        "its two-Spark kit; JAY jayleaton/deepseek-v41-tensorfold-spark; MIA MiaAI-Lab's vLLM kit for the",
         "same pack; ZACK ZackO2o's TP2 recipe; 0xSero a two-Spark launch script.",
         "",
         "| observation | source | observed | predicted | residual | unit | kind | note |",
@@ -386,9 +387,9 @@ def page(lock: ModelLock, pair: Split, one_bytes: int, four: RankLayout) -> str:
     ]
     out += [
         "",
-        "The other sum comes out 2.5 to 3.6 GiB lower: it charges buffers by context and a fixed overhead, this",
-        "planner the growth and dip that were measured under load. Neither was measured on this engine: calibrate",
-        "with a first start.",
+        "The other sum comes out 2.5 to 3.6 GiB lower: it charges buffers by context and a fixed",
+        "overhead, this planner the growth and dip that were measured under load. Neither was measured on",
+        "this engine: calibrate with a first start.",
         "",
         "## Constants that are not derived",
         "",
