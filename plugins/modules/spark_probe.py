@@ -110,7 +110,8 @@ probe:
     docker:
       description: "present, denied, known, reason, server_version, storage_driver, runtimes,
         default_runtime, root_dir, networks,
-        containers (id, name, image, state, labels, owned), daemon_json (whether it exists). containers is the truth only when
+        containers (id, name, image, state, labels, owned), daemon_json (whether it exists). containers is
+        the truth only when
         known."
       type: dict
       returned: subset docker
