@@ -2,8 +2,8 @@
 # ruff: noqa: E402
 """Set every published observation of the model's sizes and memory against the planner's prediction.
 
-``python tools/plan_residuals.py`` writes docs/plan-residuals.md. Inputs are the reconstructed full-size lock and
-the functions of the planner; no observation is an input of its own row unless the row says that it was fitted.
+``python tools/plan_residuals.py`` writes docs/plan-residuals.md. Inputs are the reconstructed lock and
+the functions of the planner; no observation is an input of its own row unless it says that it was fitted.
 """
 
 from __future__ import annotations

@@ -209,6 +209,7 @@ def judge(shape: bu.CacheShape, available: float, **changes: Any) -> dict[str, A
     return bu.judge_node(terms(shape), limits, rank=0, available_gib=available, **changes)
 
 
+@pytest.mark.field("B47")
 def test_verdicts(shape: bu.CacheShape) -> None:
     assert judge(shape, 117.0)["verdict"] == "fits"
     near = judge(shape, 112.8)
@@ -345,6 +346,7 @@ def replica(full_lock: ModelLock, dims: Dims, **changes: Any) -> dict[str, Any]:
     return bu.plan_budget(**{**values, **changes})
 
 
+@pytest.mark.field("B35")
 def test_the_worst_node_decides(full_lock: ModelLock, dims: Dims) -> None:
     plan = replica(full_lock, dims, available_gib=[117.0, 103.0])
     assert plan["verdict"] == "does_not_fit"
@@ -380,6 +382,7 @@ def test_largest_context(full_lock: ModelLock, dims: Dims, available: float, lon
         assert more["nodes"][0]["worst_gib"] < 4.0
 
 
+@pytest.mark.field("B44")
 def test_levers_come_in_order_of_gain(full_lock: ModelLock, dims: Dims) -> None:
     plan = replica(full_lock, dims, available_gib=[109.0, 118.0])
     gains = [(row["lever"], row["gain_gib"]) for row in plan["levers"]]

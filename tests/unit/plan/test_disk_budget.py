@@ -85,6 +85,7 @@ def test_what_lies_there_already_counts_as_room() -> None:
     assert judged["verdict"] == "fits_with_warning"
 
 
+@pytest.mark.field("B67")
 def test_each_filesystem_is_judged_by_itself() -> None:
     items = db.components(rank=0, **REAL)
     split = [disk(900, locations=("models", "engram", "rank_files", "data")), disk(40, locations=("docker",))]
@@ -94,7 +95,7 @@ def test_each_filesystem_is_judged_by_itself() -> None:
         db.judge_disk(items, split[:1], rank=0)
 
 
-@pytest.mark.field("B19")
+@pytest.mark.field("B60")
 def test_engram_on_network_storage_is_refused() -> None:
     judged = db.judge_disk(db.components(rank=1, **REAL), [disk(2000, "nfs4")], rank=1)
     assert "must be on local storage" in judged["refusals"][0]

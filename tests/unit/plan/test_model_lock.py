@@ -284,6 +284,7 @@ def test_token_is_sent_and_never_to_another_host(hub: Hub) -> None:
     storage.server_close()
 
 
+@pytest.mark.field("B66")
 @pytest.mark.parametrize(
     ("token", "revision", "fault"),
     [("", "main", "no-token"), ("wrong", "main", "forbidden"), ("good", "nowhere", "not-found")],

@@ -91,6 +91,7 @@ def test_a_kept_lock_spares_reading_until_the_folder_changes(
     assert run(**arguments)["changed"]
 
 
+@pytest.mark.field("B65")
 def test_plan_from_a_hub_asks_once_for_a_pinned_commit(run: Run, hub: Hub, tmp_path: Path) -> None:
     arguments = {
         "hub": {"endpoint": hub.address, "repo": "own/m", "revision": COMMIT},
@@ -137,6 +138,20 @@ def test_verify_names_what_differs(run: Run, checkpoint: Path, tmp_path: Path) -
     failed = run(lock=lock, verify=str(checkpoint))
     assert failed["failed"]
     assert "differences, first: model-00001-of-00002.safetensors: has another size" in failed["msg"]
+
+
+@pytest.mark.field("B64")
+def test_a_flipped_byte_is_found_where_hashes_are_read(run: Run, hub: Hub, checkpoint: Path) -> None:
+    lock = ml.to_document(ml.from_hub(hub.address, "own/m", COMMIT))
+    shard = checkpoint / "model-00002-of-00002.safetensors"
+    with shard.open("r+b") as stream:
+        stream.seek(-1, 2)
+        stream.write(b"x")
+    assert run(lock=lock, verify=str(checkpoint))["verified"] is True, "headers alone cannot see it"
+    for _again in range(2):
+        failed = run(lock=lock, verify=str(checkpoint), verify_hashes=True)
+        assert failed["refusal"]["file"] == shard.name
+        assert "has another sha256" in failed["msg"]
 
 
 def test_refusals_carry_their_fields(run: Run, checkpoint: Path) -> None:
