@@ -3,13 +3,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .tree import FileSpec, Report, TreeError, human
+from .tree import FileSpec, Report, TreeError, human, proof_path
 
 #: Helper containers of ours carry this label with their purpose as value.
 HELPER_LABEL = "sparkfleet.helper"
@@ -44,16 +45,17 @@ def listing(files: Sequence[FileSpec]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def tree_diff(root: Path, report: Report) -> dict[str, Any]:
-    """Diff of a tree: proven files before, and all files after."""
+def entry(header: str, before: str = "", after: str = "") -> dict[str, str]:
+    """One entry of a diff. The header names the object: an absolute path, or ``KIND NAME``."""
+    return {"before_header": header, "after_header": header, "before": before, "after": after}
+
+
+def tree_diff(root: Path, report: Report, lock: Path) -> list[dict[str, str]]:
+    """What bringing a tree changes: the tree, the proof beside it, and the lock file where it is new."""
     everything = sorted([*report.proven, *report.unproven, *report.needed], key=lambda item: item.name)
-    kept = [*report.proven, *report.unproven]
-    return {
-        "before_header": f"{root} (proven files, bytes)",
-        "after_header": f"{root} (proven files, bytes)",
-        "before": listing(sorted(kept, key=lambda item: item.name)),
-        "after": listing(everything),
-    }
+    kept = sorted([*report.proven, *report.unproven], key=lambda item: item.name)
+    found = [entry(f"tree {root}", listing(kept), listing(everything)), entry(str(proof_path(root)))]
+    return found if lock.exists() else [*found, entry(str(lock))]
 
 
 def summary(report: Report) -> dict[str, Any]:
@@ -76,6 +78,11 @@ def movement(verb: str, report: Report, root: Path) -> str:
 def lock_dir(data_dir: str) -> Path:
     """Where lock files live."""
     return Path(data_dir) / "locks"
+
+
+def tree_lock(data_dir: str, kind: str, root: Path) -> Path:
+    """The lock file of work on one tree."""
+    return lock_dir(data_dir) / f"{kind}-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}"
 
 
 def own_parents(path: Path) -> None:

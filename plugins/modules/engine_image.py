@@ -210,7 +210,6 @@ from ..module_utils.tree import (
     Progress,
     TreeError,
     exclusive,
-    human,
     inspect,
     parse_files,
     proof_path,
@@ -221,6 +220,7 @@ from ..module_utils.tree import (
 )
 from ..module_utils.weights_module import (
     HELPER_LABEL,
+    entry,
     lock_dir,
     need_tool,
     own_parents,
@@ -495,6 +495,23 @@ def apply(api: DockerApi, params: dict[str, Any], before: Result, progress: Prog
     return after
 
 
+def announced(api: DockerApi, params: dict[str, Any], check_mode: bool) -> list[dict[str, str]]:
+    """What a build, import or pull will have changed on this node."""
+    found = [entry(f"image {params['reference']}", "", f"{params['state']}\n")]
+    if params["state"] == "built":
+        bare = check_mode and not Path(params["docker_socket"]).exists()
+        try:
+            if bare:
+                raise DockerNotFound(404, "no Docker yet", "image")
+            api.image_inspect(params["base"])
+        except DockerNotFound:
+            found.append(entry(f"image {params['base']}", "", "base of the build\n"))
+    lock = lock_dir(params["data_dir"]) / stage_dir(params).name
+    if params["state"] == "imported" and not lock.exists():
+        found.append(entry(str(lock)))
+    return found
+
+
 def main() -> None:
     """Entry point."""
     module = AnsibleModule(argument_spec=spec(), supports_check_mode=True)
@@ -505,6 +522,7 @@ def main() -> None:
     )
     result: Result = {}
     changed = False
+    diff: list[dict[str, str]] = []
     try:
         if not params["reference"]:
             raise ImageError("no reference was given, and no context from which the action plugin makes one")
@@ -520,6 +538,8 @@ def main() -> None:
                     "another "
                     "builder by image_builder, or accept the outage by image_allow_outage"
                 )
+            if changed:
+                diff = announced(api, params, module.check_mode)
             if changed and not module.check_mode:
                 result = apply(api, params, before, progress)
             if params["state"] == "exported" and not module.check_mode:
@@ -538,14 +558,7 @@ def main() -> None:
     finally:
         progress.close()
     if changed:
-        size = human(result["size"]) if result.get("size") else "size known after the build"
-        result["diff"] = {
-            "before_header": "image",
-            "after_header": "image",
-            "before": "",
-            "after": f"{params['reference']} ({params['state']}, {size})\n"
-            + (f"{params['base']} (base of the build)\n" if params["state"] == "built" else ""),
-        }
+        result["diff"] = diff
     module.exit_json(changed=changed, **result)
 
 

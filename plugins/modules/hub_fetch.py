@@ -171,12 +171,12 @@ from ..module_utils.tree import (
 )
 from ..module_utils.weights_module import (
     HELPER_LABEL,
-    lock_dir,
     movement,
     own_parents,
     refusal,
     summary,
     tree_diff,
+    tree_lock,
 )
 
 
@@ -410,10 +410,9 @@ def main() -> None:
             refuse_space(
                 root, report.needed_bytes - report.resumable, params["reserve_bytes"], params["repo"]
             )
+        lock = tree_lock(params["data_dir"], "fetch", root)
+        diff = tree_diff(root, before, lock)
         if changed and not module.check_mode:
-            lock = (
-                lock_dir(params["data_dir"]) / f"fetch-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}"
-            )
             with exclusive(lock, str(root)):
                 report = bring(params, hub.token, root, files, proof=proof, progress=progress)
         if not module.check_mode and root.exists() and (changed or fresh):
@@ -436,7 +435,7 @@ def main() -> None:
             )
             for item in files
         ],
-        diff=tree_diff(root, before) if changed else {},
+        diff=diff if changed else [],
     )
     if changed:
         result["msg"] = movement("fetch", before, root)

@@ -26,7 +26,8 @@ options:
   ranks:
     description:
       - Rank files to look at or make. C(rank), C(file_name) (from the plan), C(root) (directory that holds
-        one directory per index hash), optional C(size) (or C(file_bytes), the plan's name) in bytes.
+        one directory per index hash), optional C(size) (or C(file_bytes), the plan's name) in bytes,
+        optional C(passing) for a file that only waits here for another node.
     type: list
     elements: dict
     default: []
@@ -165,7 +166,7 @@ from ..module_utils.tree import (
     refuse_space,
     write_proof,
 )
-from ..module_utils.weights_module import HELPER_LABEL, lock_dir, own_parents, refusal
+from ..module_utils.weights_module import HELPER_LABEL, entry, lock_dir, own_parents, refusal
 
 Rank = dict[str, Any]
 
@@ -391,6 +392,18 @@ def release(params: dict[str, Any]) -> None:
             folder.parent.parent.rmdir()
 
 
+def announced(missing: list[Rank], token_map: Path | None, lock: Path) -> list[dict[str, str]]:
+    """What making these inputs will have changed. A file that only waits for another node is no change."""
+    found = []
+    for item in missing:
+        if not item.get("passing"):
+            folder = rank_dir(item)
+            found += [entry(f"tree {folder}", "", f"{item['file_name']}\n"), entry(str(proof_path(folder)))]
+    if token_map is not None:
+        found.append(entry(str(token_map)))
+    return found if lock.exists() or not found else [*found, entry(str(lock))]
+
+
 def main() -> None:
     """Entry point."""
     module = AnsibleModule(
@@ -419,7 +432,7 @@ def main() -> None:
     params = module.params
     progress = Progress(Path(params["progress_file"]) if params["progress_file"] else None, "compare", 0)
     token_map = Path(params["token_map"]) if params["token_map"] else None
-    before = []
+    diff: list[dict[str, str]] = []
     try:
         if params["state"] == "released":
             if not module.check_mode:
@@ -434,14 +447,14 @@ def main() -> None:
             check_token_map(token_map)
         missing = [item for item, state in zip(params["ranks"], ranks) if not state["present"]]
         needed = bool(missing) or not map_there
-        before = [state["file"] for state in ranks if state["present"]]
-        before += [str(token_map)] if token_map is not None and map_there else []
+        lock = lock_dir(params["data_dir"]) / "rank-inputs"
+        diff = announced(missing, token_map if not map_there else None, lock)
         changed = needed and params["state"] == "present"
         if changed and not module.check_mode:
             tools = Tools(params)
             tools.need_image()
             own_parents(lock_dir(params["data_dir"]))
-            with exclusive(lock_dir(params["data_dir"]) / "rank-inputs", "rank files"):
+            with exclusive(lock, "rank files"):
                 if token_map is not None and not map_there:
                     make_token_map(tools, token_map)
                 for item in missing:
@@ -455,21 +468,13 @@ def main() -> None:
         refusal(module, exc)
     finally:
         progress.close()
-    after = [state["file"] for state in ranks] + ([str(token_map)] if token_map is not None else [])
     module.exit_json(
         changed=changed,
         needed=needed,
         rank_needed=bool(missing),
         ranks=ranks,
         token_map_present=map_there,
-        diff={
-            "before_header": "rank inputs",
-            "after_header": "rank inputs",
-            "before": "".join(f"{name}\n" for name in before),
-            "after": "".join(f"{name}\n" for name in after),
-        }
-        if changed
-        else {},
+        diff=diff if changed else [],
     )
 
 

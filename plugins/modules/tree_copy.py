@@ -103,7 +103,6 @@ seconds:
   returned: when something was copied
 """
 
-import hashlib
 import time
 from pathlib import Path
 
@@ -128,13 +127,13 @@ from ..module_utils.tree import (
     write_proof,
 )
 from ..module_utils.weights_module import (
-    lock_dir,
     movement,
     need_tool,
     own_parents,
     refusal,
     summary,
     tree_diff,
+    tree_lock,
 )
 
 
@@ -178,14 +177,13 @@ def main() -> None:
         fresh = fresh or proof.meta != params["meta"]
         proof.meta = params["meta"]
         changed = needed and params["state"] == "present"
+        lock = tree_lock(params["data_dir"], "copy", root)
+        diff = tree_diff(root, before, lock)
         if needed:
             refuse_space(root, report.needed_bytes - report.resumable, params["reserve_bytes"], str(root))
         if changed and not module.check_mode:
             source = parse_source(params["source"])
             rsync = need_tool("rsync", "rsync")
-            lock = (
-                lock_dir(params["data_dir"]) / f"copy-{hashlib.sha256(str(root).encode()).hexdigest()[:12]}"
-            )
             own_parents(lock.parent)
             started = time.monotonic()
             with exclusive(lock, str(root)) as handle:
@@ -229,7 +227,7 @@ def main() -> None:
         complete=report.complete and root.exists(),
         needed=needed,
         path=str(root),
-        diff=tree_diff(root, before) if changed else {},
+        diff=diff if changed else [],
     )
     if needed:
         result["msg"] = movement("copy", before, root)

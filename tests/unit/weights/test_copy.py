@@ -71,7 +71,7 @@ def test_a_copy_is_predicted_made_proven_and_then_nothing(tmp_path: Path, share:
     again = copy(dest, files, source=one.source)
     assert (again["changed"], again["complete"], one.sent()) == (False, True, sent)
     assert "diff" in made
-    assert "a.safetensors 3000000" in made["diff"]["after"]
+    assert "a.safetensors 3000000" in made["diff"][0]["after"]
 
 
 def test_a_folder_of_the_share_can_be_the_root(tmp_path: Path, share: Start) -> None:
