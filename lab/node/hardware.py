@@ -40,6 +40,7 @@ from .parts import (
     eui64,
     fault,
     is_mounted,
+    mount_points,
     node_guid,
 )
 from .rdma import SLOTS, ZERO, GidFaults, GidTable
@@ -319,6 +320,13 @@ def undressed() -> list[str]:
     return [name for name in names if (base / name).is_dir() and not is_mounted(base / name)]
 
 
+def clear() -> None:
+    """Take away what an earlier run of this service left: its file system, and what it put on netdevs."""
+    for point in reversed(mount_points()):
+        if point == str(MOUNT) or point.startswith("/sys/devices/virtual/net/"):
+            subprocess.run(["/bin/umount", "-l", point], check=True)
+
+
 def dress_all() -> None:
     for name in undressed():
         # It may be gone again by now; the next event tells.
@@ -360,9 +368,8 @@ def place() -> None:
 
 
 def main() -> None:
+    clear()
     MOUNT.mkdir(parents=True, exist_ok=True)
-    while is_mounted(MOUNT):
-        subprocess.run(["/bin/umount", "-l", str(MOUNT)], check=True)
     threading.Thread(target=place, daemon=True).start()
     fuse.FUSE(
         FileSystem(Hardware()),

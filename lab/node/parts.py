@@ -81,8 +81,12 @@ def fault(name: str, root: Path = FAULTS) -> str | None:
         return None
 
 
+def mount_points() -> list[str]:
+    """Every mount point of this process's namespace, in mount order; one that is hidden by another, twice."""
+    with Path("/proc/self/mountinfo").open(encoding="utf-8") as table:
+        return [line.split()[4] for line in table]
+
+
 def is_mounted(path: Path) -> bool:
     """Whether something is mounted there; ``os.path.ismount`` misses a bind within one file system."""
-    target = str(path)
-    with Path("/proc/self/mountinfo").open(encoding="utf-8") as table:
-        return any(line.split()[4] == target for line in table)
+    return str(path) in mount_points()

@@ -186,6 +186,17 @@ def test_a_ranks_memory_is_taken_from_the_node_and_given_back(node: Node, base: 
     eventually(lambda: available(node) == before, "the memory to come back")
 
 
+@pytest.mark.parametrize("signal", ["TERM", "KILL"])
+def test_the_hardware_comes_back_when_its_service_ends(node: Node, signal: str) -> None:
+    node.text("systemctl", "kill", "--signal", signal, "lab-hardware")
+    eventually(lambda: node.run("systemctl", "is-active", "lab-hardware").text != "active\n", "the end")
+    eventually(lambda: node.run("systemctl", "is-active", "lab-hardware").text == "active\n", "the start", 30)
+    assert node.read("/proc/meminfo").startswith("MemTotal:")
+    assert node.read("/sys/class/net/enp1s0f0np0/phys_port_name") == "p0"
+    assert node.read("/sys/class/net/enp1s0f0np0/speed") in ("-1", "200000")
+    assert node.read("/sys/class/infiniband/rocep1s0f0/fw_ver") == "28.45.4028"
+
+
 def test_memory_faults(node: Node) -> None:
     with node.fault("sink-memory", "2.5"):
         eventually(lambda: available(node) == int(2.5 * 1024 * 1024), "the sink")
