@@ -400,10 +400,6 @@ class RailNode:
 
     def apply(self, plan: Plan, seconds: int, settle: float) -> None:
         """Save, arm, write, apply, read again. Raises ApplyError after having restored the old state."""
-        if self.pending() is not None:
-            # An unconfirmed change is under way: the way back must lead to what was there before it.
-            self.rollback()
-            plan.live_before = self.live(plan.netdevs)
         saved = self.save(plan)
         self.arm(saved, seconds)
         try:

@@ -161,9 +161,13 @@ def shown(plan: Plan) -> list[dict[str, object]]:
 
 def present(module: AnsibleModule, node: RailNode, wanted: list[Wanted]) -> None:
     params = module.params
-    plan = node.plan(
-        wanted, params["mtu"], params["renderer"], params["takeover"], raise_links=not module.check_mode
-    )
+
+    def plan_now() -> Plan:
+        return node.plan(
+            wanted, params["mtu"], params["renderer"], params["takeover"], raise_links=not module.check_mode
+        )
+
+    plan = plan_now()
     if any(half.state == "admin_down" for half in plan.halves):
         module.warn("the links are down, so the cage that carries the cable is not known yet")
     if plan.changed:
@@ -176,6 +180,10 @@ def present(module: AnsibleModule, node: RailNode, wanted: list[Wanted]) -> None
                 diff=plan.diff(),
             )
         if not module.check_mode:
+            if node.pending() is not None:
+                # An unconfirmed change is under way: the way back must lead to what was there before it.
+                node.rollback()
+                plan = plan_now()
             node.apply(plan, params["rollback_seconds"], params["settle_seconds"])
     node.lower_again(plan.netdevs)
     module.exit_json(

@@ -1,0 +1,134 @@
+"""The role preflight on the lab: one report of everything, before anything is touched."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lab.testing import Node, eventually, lab, nodes
+from tests.proof.prove import Run, play
+
+pytestmark = pytest.mark.lab
+PLAYBOOK = "playbooks/preflight.yml"
+
+
+def inventory() -> Path:
+    return Path(lab().directory / "inventory")
+
+
+def run(*extra: str, source: str | None = None, **variables: object) -> Run:
+    words = ["-e", json.dumps(variables)] if variables else []
+    return play(PLAYBOOK, source or str(inventory()), extra=[*words, *extra])
+
+
+def rows(result: Run) -> dict[tuple[str, str], dict[str, str]]:
+    """{(node, check): row} of a run with preflight_format=json."""
+    start = result.output.index("{", result.output.index("msg: |-"))
+    loaded, _end = json.JSONDecoder().raw_decode(result.output[start:])
+    return {(row["node"], row["check"]): row for row in loaded["rows"]}
+
+
+def failing(result: Run) -> set[tuple[str, str]]:
+    return {key for key, row in rows(result).items() if row["level"] == "fail"}
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[tuple[Node, Node]]:
+    yield nodes()
+
+
+def test_a_lab_as_it_should_be_passes_and_asks_each_node_once(pair: tuple[Node, Node]) -> None:
+    result = run()
+    assert result.rc == 0, result.output[-3000:]
+    assert result.changed_count() == 0
+    assert "1 remote tasks" in result.output
+    table = [line for line in result.output.splitlines() if line.startswith("        ")]
+    assert table and max(len(line) for line in table) <= 80
+
+
+def test_it_works_in_check_mode(pair: tuple[Node, Node]) -> None:
+    assert run("--check").rc == 0
+
+
+def test_half_a_pair_is_refused_before_any_node_is_asked(pair: tuple[Node, Node]) -> None:
+    result = run("--limit", "spark-2")
+    assert result.rc != 0
+    assert "half-pair" in result.output and "no rank 0" in result.output
+    assert "Read the node" not in result.output
+
+
+def altered(tmp_path: Path, old: str, new: str) -> str:
+    text = (inventory() / "hosts.yml").read_text().replace("{{ inventory_dir }}", str(inventory()))
+    assert old in text
+    (tmp_path / "hosts.yml").write_text(text.replace(old, new))
+    (tmp_path / "group_vars").symlink_to(inventory() / "group_vars")
+    return str(tmp_path)
+
+
+def test_one_address_twice_is_refused_before_any_node_is_asked(
+    pair: tuple[Node, Node], tmp_path: Path
+) -> None:
+    result = run(source=altered(tmp_path, "10.77.0.2/30", "10.77.0.1/30"))
+    assert result.rc != 0
+    assert "address-twice" in result.output
+    assert "Read the node" not in result.output
+
+
+def test_an_unknown_engine_and_an_empty_pin(pair: tuple[Node, Node]) -> None:
+    result = run(preflight_format="json", sparkfleet_engine="nope", sparkfleet_model_revision="main")
+    assert {check for _node, check in failing(result)} == {"engine-unknown", "pin-unset"}
+    assert "Read the node" not in result.output
+
+
+def test_a_missing_node_is_one_line_beside_the_rest(pair: tuple[Node, Node], tmp_path: Path) -> None:
+    source = altered(
+        tmp_path, f"ansible_host: {pair[1].address}", "ansible_host: 127.0.0.1\n          ansible_port: 1"
+    )
+    with pair[0].fault("kho"):
+        result = run(source=source, preflight_format="json")
+    assert failing(result) == {("spark-1", "kernel-kho"), ("spark-2", "unreachable")}
+    assert "refused" in rows(result)["spark-2", "unreachable"]["found"].lower()
+
+
+@pytest.mark.field("B48")
+@pytest.mark.parametrize(
+    ("fault", "value", "check"),
+    [("kho", None, "kernel-kho"), ("smi-lost", None, "gpu"), ("sink-memory", "60", "memory")],
+)
+def test_faults_of_one_node(pair: tuple[Node, Node], fault: str, value: str | None, check: str) -> None:
+    with pair[1].fault(fault, value):
+        assert ("spark-2", check) in failing(run(preflight_format="json"))
+    assert run().rc == 0
+
+
+@pytest.mark.field("B84")
+def test_a_foreign_listener_is_named_and_left_alone(pair: tuple[Node, Node]) -> None:
+    node = pair[0]
+    node.text("systemd-run", "--unit=lab-jupyter", "--collect", "python3", "-m", "http.server", "8888")
+    try:
+        eventually(lambda: ":22B8" in node.read("/proc/net/tcp"), "the listener")
+        result = run(preflight_format="json")
+        assert failing(result) == {("spark-1", "port")}
+        assert "8888 is taken by python3" in rows(result)["spark-1", "port"]["found"]
+        assert node.run("systemctl", "is-active", "lab-jupyter").status == 0
+        assert run(preflight_warn=["parity-storage", "port"]).rc == 0
+    finally:
+        node.run("systemctl", "stop", "lab-jupyter")
+
+
+@pytest.mark.field("B18", "B87")
+def test_sudo_that_wants_a_password_is_named_first_and_the_rest_is_read(pair: tuple[Node, Node]) -> None:
+    node = pair[0]
+    rule = node.read("/etc/sudoers.d/spark")
+    try:
+        node.write("/etc/sudoers.d/spark", rule.replace("NOPASSWD:", "") + "\n", 0o440)
+        result = run(preflight_format="json")
+        seen = list(rows(result))
+        assert seen[0] == ("spark-1", "sudo"), seen
+        assert "password" in rows(result)["spark-1", "sudo"]["found"]
+    finally:
+        node.write("/etc/sudoers.d/spark", rule + "\n", 0o440)
+    assert run().rc == 0
