@@ -25,13 +25,14 @@ from typing import Any, Callable
 
 from .tree import (
     FileSpec,
+    Follower,
     OnBytes,
     Proof,
     Report,
+    Seen,
     TreeError,
     inspect,
     prove,
-    prove_one,
     tree_size,
 )
 
@@ -225,8 +226,6 @@ def pull_one(
 ) -> None:
     """Bring one file, resuming and trying again while the fault may pass. Raises ``TreeError``."""
     target = work / spec.name
-    if target.is_symlink() or (target.exists() and target.stat().st_size > spec.size):
-        target.unlink()
     for attempt in range(tries):
         code, text = run(pull_argv(rsync, source, work, limit_kib), source.named(spec.name))
         if code == 0:
@@ -244,6 +243,25 @@ def pull_one(
         )
 
 
+class WrongBytes(TreeError):
+    """A file came whole and is not the manifest's."""
+
+
+def pull_proven(
+    rsync: str, source: Source, work: Path, spec: FileSpec, *, run: Run, limit_kib: int = 0
+) -> Seen:
+    """Bring one file and digest it while it comes."""
+    target = work / spec.name
+    if target.is_symlink() or (target.exists() and target.stat().st_size > spec.size):
+        target.unlink()
+    with Follower(target, spec) as follower:
+        pull_one(rsync, source, work, spec, run=run, limit_kib=limit_kib)
+        try:
+            return follower.finish()
+        except TreeError as exc:
+            raise WrongBytes(str(exc)) from exc
+
+
 def pull(
     rsync: str,
     source: Source,
@@ -256,7 +274,7 @@ def pull(
     limit_kib: int = 0,
     on_bytes: OnBytes | None = None,
 ) -> None:
-    """Bring and prove files, several at once; while one is read for its proof, others are on the wire.
+    """Bring and prove files, several at once, each digested while it comes.
 
     A file that came wrong is thrown away and brought once more as a whole (the kept part of a killed copy may
     be what was wrong). Raises ``TreeError`` for the first file that stays wrong; what is proven stays proven.
@@ -269,15 +287,13 @@ def pull(
             return
         try:
             resumed = (work / spec.name).exists()
-            pull_one(rsync, source, work, spec, run=run, limit_kib=limit_kib)
             try:
-                seen = prove_one(work, spec)
-            except TreeError:
+                seen = pull_proven(rsync, source, work, spec, run=run, limit_kib=limit_kib)
+            except WrongBytes:
                 (work / spec.name).unlink()
                 if not resumed:
                     raise
-                pull_one(rsync, source, work, spec, run=run, limit_kib=limit_kib)
-                seen = prove_one(work, spec)
+                seen = pull_proven(rsync, source, work, spec, run=run, limit_kib=limit_kib)
             with guard:
                 proof.files[spec.name] = seen
             if on_bytes is not None:

@@ -379,11 +379,93 @@ def prove_one(root: Path, spec: FileSpec, on_bytes: OnBytes | None = None) -> Se
     after = path.stat()
     if (before.st_mtime_ns, before.st_size) != (after.st_mtime_ns, after.st_size):
         raise TreeError(f"{path} changed while it was read: something else writes there")
+    return judge_digest(path, spec, after, sha256, blob_id)
+
+
+def judge_digest(path: Path, spec: FileSpec, info: os.stat_result, sha256: str, blob_id: str) -> Seen:
+    """Compare digests with a manifest entry. Raises ``TreeError`` when they differ."""
     if spec.sha256 and sha256 != spec.sha256:
         raise TreeError(f"{path}: sha256 {sha256} instead of {spec.sha256}")
     if not spec.sha256 and blob_id != spec.blob_id:
         raise TreeError(f"{path}: git blob {blob_id} instead of {spec.blob_id}")
-    return Seen.of(after, sha256, blob_id)
+    return Seen.of(info, sha256, blob_id)
+
+
+class Follower:
+    """Digests a file while something else appends to it, so that the proof costs no second pass.
+
+    The writer must write in order and never rewrite (rsync with ``--append`` does so). ``finish`` reads to
+    the end and judges; the pages behind the reader are written out and handed back as it goes. The file stays
+    open until the end, so that a replaced one cannot come back under the same inode.
+    """
+
+    #: Written out and handed back in pieces of this size.
+    FLUSH_EVERY = 256 << 20
+
+    def __init__(self, path: Path, spec: FileSpec) -> None:
+        self._path = path
+        self._spec = spec
+        self._sha = hashlib.sha256()
+        self._blob = hashlib.sha1(b"blob %d\0" % spec.size, usedforsecurity=False) if spec.blob_id else None
+        self._done = 0
+        self._flushed = 0
+        self._inode = -1
+        self._open = contextlib.ExitStack()
+        self._ended = threading.Event()
+        self._cancelled = threading.Event()
+        self._error: OSError | None = None
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        self._cancelled.set()
+        self._thread.join()
+        self._open.close()
+
+    def _run(self) -> None:
+        try:
+            self._follow()
+        except OSError as exc:
+            self._error = exc
+
+    def _follow(self) -> None:
+        while not self._path.exists():
+            if self._cancelled.wait(0.01) or self._ended.is_set():
+                return
+        buffer = bytearray(CHUNK)
+        view = memoryview(buffer)
+        source = self._open.enter_context(self._path.open("rb", buffering=0))
+        handle = source.fileno()
+        self._inode = os.fstat(handle).st_ino
+        while self._done < self._spec.size and not self._cancelled.is_set():
+            last = self._ended.is_set()
+            count = source.readinto(buffer)
+            if not count:
+                if last:
+                    return
+                self._ended.wait(0.01)
+                continue
+            self._sha.update(view[:count])
+            if self._blob is not None:
+                self._blob.update(view[:count])
+            self._done += count
+            if self._done - self._flushed >= self.FLUSH_EVERY:
+                os.fdatasync(handle)
+                _drop(handle, self._flushed, self._done - self._flushed)
+                self._flushed = self._done
+
+    def finish(self) -> Seen:
+        """Read what is left and compare. Raises ``TreeError`` when the file is not the manifest's."""
+        self._ended.set()
+        self._thread.join()
+        info = self._path.stat()
+        if self._error is not None or info.st_ino != self._inode or self._done != info.st_size:
+            return prove_one(self._path.parents[self._spec.name.count("/")], self._spec)
+        blob_id = self._blob.hexdigest() if self._blob is not None else ""
+        return judge_digest(self._path, self._spec, info, self._sha.hexdigest(), blob_id)
 
 
 def prove(

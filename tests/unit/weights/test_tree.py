@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+import time
 from pathlib import Path
 from typing import Any
 
@@ -195,3 +197,38 @@ def test_progress_is_written_and_removed(tmp_path: Path) -> None:
     assert '"done": 40' in path.read_text()
     progress.close()
     assert not path.exists()
+
+
+@pytest.mark.parametrize("kept", [0, 30_000])
+def test_a_file_is_digested_while_it_grows(tmp_path: Path, kept: int) -> None:
+    data = os.urandom(300_000)
+    spec = tree.parse_files([{"name": "s/x", "size": len(data), "sha256": hashlib.sha256(data).hexdigest()}])[
+        0
+    ]
+    path = tmp_path / "s/x"
+    path.parent.mkdir()
+    if kept:
+        path.write_bytes(data[:kept])
+    with tree.Follower(path, spec) as follower:
+        with path.open("ab") as out:
+            for at in range(kept, len(data), 50_000):
+                out.write(data[at : min(at + 50_000, len(data))])
+                out.flush()
+                time.sleep(0.005)
+        seen = follower.finish()
+    assert (seen.sha256, seen.size) == (spec.sha256, len(data))
+
+
+def test_a_follower_of_wrong_bytes_of_a_replaced_file_and_of_nothing_ends(tmp_path: Path) -> None:
+    spec = tree.parse_files([{"name": "x", "size": 4, "sha256": hashlib.sha256(b"good").hexdigest()}])[0]
+    path = tmp_path / "x"
+    with tree.Follower(path, spec):
+        pass
+    path.write_bytes(b"evil")
+    with tree.Follower(path, spec) as follower, pytest.raises(TreeError, match="sha256"):
+        follower.finish()
+    with tree.Follower(path, spec) as follower:
+        time.sleep(0.05)
+        path.unlink()
+        path.write_bytes(b"good")
+        assert follower.finish().sha256 == spec.sha256
