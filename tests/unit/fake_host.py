@@ -61,6 +61,10 @@ class FakeHost(Host):
         handler: Callable[[list[str], str | None], Answer] = getattr(self, f"_{name}")
         return handler(words[1:], stdin)
 
+    def locked(self) -> tuple[int, int] | None:
+        """The pair that the GPU is locked to now."""
+        return self.lock
+
     def changing_calls(self) -> list[list[str]]:
         """Commands that are not reads."""
         reads = ("show", "get-default", "list-units", "list-dependencies", "is-active")

@@ -97,8 +97,7 @@ def test_a_clock_above_the_ceiling_proves_that_the_lock_is_gone(host: FakeHost) 
     host.lock = None
     host.sm_idle, host.load, host.power = 2405, 96, 55.0
     result = present(host)
-    assert result["changed"] and host.lock == (0, 2200)
-    assert result["clocks"]["verdict"] == "in_force"
+    assert (result["changed"], host.locked(), result["clocks"]["verdict"]) == (True, (0, 2200), "in_force")
 
 
 def test_a_clock_that_stays_above_is_refused_and_not_claimed(host: FakeHost) -> None:
@@ -175,9 +174,9 @@ def test_a_foreign_unit_with_another_ceiling_is_refused_or_taken_over(host: Fake
 
 def test_absent_frees_the_clock_and_forgets_the_unit(host: FakeHost) -> None:
     present(host)
-    assert clocks.ensure_absent(host, "nvidia-smi", check=True)["changed"] and host.lock
+    assert clocks.ensure_absent(host, "nvidia-smi", check=True)["changed"] and host.locked()
     assert clocks.ensure_absent(host, "nvidia-smi", check=False)["changed"]
-    assert host.lock is None and not host.exists(clocks.UNIT_PATH)
+    assert (host.locked(), host.exists(clocks.UNIT_PATH)) == (None, False)
     assert not clocks.ensure_absent(host, "nvidia-smi", check=False)["changed"]
 
 

@@ -101,7 +101,7 @@ def test_a_package_explains_its_files_and_dpkg_only_with_it() -> None:
 
 
 def test_builtin_modules_are_understood() -> None:
-    record = [
+    record: list[dict[str, Any]] = [
         {
             "host": "spark-1",
             "task": "copy",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -130,8 +131,8 @@ def test_another_program_under_the_name_is_refused(host: FakeHost, engine: Engin
 
 def test_no_restart_under_a_rank(host: FakeHost, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     engine.takes_reload = False
-    monkeypatch.setattr(container_runtime.time, "sleep", lambda _s: None)
-    monkeypatch.setattr(container_runtime.time, "monotonic", iter(range(0, 10**6, 9)).__next__)
+    monkeypatch.setattr(time, "sleep", lambda _s: None)
+    monkeypatch.setattr(time, "monotonic", iter(range(0, 10**6, 9)).__next__)
     engine.running = [{"Labels": {"sparkfleet.install": "x"}}]
     with pytest.raises(Refusal, match="reload") as refused:
         ensure(host, engine, allow_restart=True)
