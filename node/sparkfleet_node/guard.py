@@ -46,6 +46,7 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.memory_guard im
     decide,
     gib,
     memory_verdict,
+    policies,
     prometheus,
     restart_due,
 )
@@ -130,6 +131,7 @@ class Watch:
         self.memory_back = True
         self.memory_note = ""
         self.memory_said = False
+        self.warned = False
         self.recorded: frozenset[str] = frozenset()
 
     @property
@@ -155,12 +157,7 @@ def load_policies(host: Host) -> Callable[[str], Policy]:
         config = read_json(host, CONFIG) or {}
     except Refusal as refusal:
         raise PolicyError(refusal.message) from refusal
-    unknown = sorted(set(config) - {"defaults", "replicas"})
-    if unknown:
-        raise PolicyError(f"unknown sections: {', '.join(unknown)}")
-    defaults, replicas = config.get("defaults") or {}, config.get("replicas") or {}
-    made = {name: Policy.from_mapping({**defaults, **values}) for name, values in replicas.items()}
-    base = Policy.from_mapping(defaults)
+    base, made = policies(config)
     return lambda name: made.get(name, base)
 
 
@@ -171,14 +168,14 @@ class Guard:
         self,
         host: Host,
         docker: DockerApi,
-        policies: Callable[[str], Policy],
+        policy_of: Callable[[str], Policy],
         *,
         ask: Callable[..., Json] = peer_wire.ask,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
         self.docker = docker
-        self.policies = policies
+        self.policy_of = policy_of
         self.ask = ask
         self.clock = clock
         self.watches: dict[str, Watch] = {}
@@ -186,7 +183,7 @@ class Guard:
         self.samples = 0
         self.available = 0
         self.started = time.time()
-        self.interval = policies("").interval_s
+        self.interval = policy_of("").interval_s
 
     # -- looking: slow things, each in a thread of its own
     # -------------------------------------------------------
@@ -203,7 +200,8 @@ class Guard:
                 continue
             watch = self.watches.get(replica)
             if watch is None:
-                watch = Watch(replica, launch, self.policies(replica))
+                watch = Watch(replica, launch, self.policy_of(replica))
+                watch.restarts = self._earlier_restarts(replica)
                 self.watches = {**self.watches, replica: watch}
             if watch.running:
                 continue
@@ -212,6 +210,15 @@ class Guard:
         for replica in set(self.watches) - set(self.host.listdir(REPLICAS)):
             if not self.watches[replica].running:
                 self.watches = {name: one for name, one in self.watches.items() if name != replica}
+
+    def _earlier_restarts(self, replica: str) -> list[float]:
+        """Restarts that a guard before this one made: their limit is the node's, not a process's."""
+        try:
+            state = read_json(self.host, f"{RUN}/{replica}/guard.json") or {}
+        except Refusal:
+            return []
+        shift = self.clock() - time.time()
+        return [float(when) + shift for when in state.get("restarts") or []]
 
     def _attach_one(self, watch: Watch) -> None:
         name = str((watch.launch.get("container") or {}).get("name", ""))
@@ -309,6 +316,7 @@ class Guard:
             if watch.process is None:
                 self._after(watch, now, memory)
                 continue
+            self._warn(watch)
             decision = decide(
                 watch.policy,
                 watch.history,
@@ -321,6 +329,20 @@ class Guard:
             )
             if decision.action != NONE:
                 self._act(watch, decision, now, memory)
+
+    def _warn(self, watch: Watch) -> None:
+        """Say once that memory is low, and again only after it was a GiB above."""
+        warn = watch.policy.warn_gib * GIB
+        if self.available < warn and not watch.warned:
+            watch.warned = True
+            LOG.warning(
+                "guard: %s: %s GiB available, the redline is %g",
+                watch.replica,
+                gib(self.available),
+                watch.policy.redline_gib,
+            )
+        elif self.available > warn + GIB:
+            watch.warned = False
 
     def _act(self, watch: Watch, decision: Decision, now: float, memory: Mapping[str, int]) -> None:
         process = watch.process
@@ -514,6 +536,7 @@ class Guard:
             "available": self.available,
             "low": low[1] if low else None,
             "redline": int(watch.policy.redline_gib * GIB),
+            "warning": watch.running and watch.warned,
             "action": watch.policy.action,
             "trips": len(watch.trips),
             "cause": watch.cause,
@@ -522,6 +545,7 @@ class Guard:
             "silent": silent,
             "refused": sorted(watch.refused.values()),
             "since": round(self.started, 1),
+            "restarts": [round(time.time() - (now - when), 1) for when in watch.restarts],
         }
 
     def write(self) -> None:
@@ -600,14 +624,14 @@ def main(args: argparse.Namespace) -> int:
     """Guard until SIGTERM. Ending the guard stops no rank."""
     host = Host()
     try:
-        policies = load_policies(host)
+        policy_of = load_policies(host)
     except PolicyError as error:
         sys.stderr.write(f"guard: {CONFIG}: {error}\n")
         return EXIT_CONFIG
     if args.check:
-        sys.stdout.write(json.dumps(asdict(policies("")), indent=1) + "\n")
+        sys.stdout.write(json.dumps(asdict(policy_of("")), indent=1) + "\n")
         return 0
-    guard = Guard(host, DockerApi(timeout=10.0), policies)
+    guard = Guard(host, DockerApi(timeout=10.0), policy_of)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: guard.stop.set())
     # Threads share one small stack size: eight megabytes each would be locked memory for nothing.
@@ -615,7 +639,7 @@ def main(args: argparse.Namespace) -> int:
     locked = lock_memory()
     LOG.info(
         "guard: redline %g GiB, %s",
-        policies("").redline_gib,
+        policy_of("").redline_gib,
         "pages locked" if locked else "pages not locked",
     )
     return guard.run()

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .host_io import Host, Refusal, meminfo, text_diff, unit_state
-from .memory_guard import KILLER_UNITS, Killer, Policy, PolicyError, judge_killer
+from .memory_guard import KILLER_UNITS, Killer, PolicyError, judge_killer, policies
 
 UNIT = "sparkfleet-guard.service"
 UNIT_PATH = f"/etc/systemd/system/{UNIT}"
@@ -81,9 +81,7 @@ def _managed(host: Host) -> list[str]:
 def config_text(defaults: Mapping[str, Any], replicas: Mapping[str, Mapping[str, Any]]) -> str:
     """The settings file. Raises Refusal for what the guard could not work with."""
     try:
-        Policy.from_mapping(defaults)
-        for values in replicas.values():
-            Policy.from_mapping({**defaults, **values})
+        policies({"defaults": defaults, "replicas": replicas})
     except PolicyError as error:
         raise Refusal(
             "the guard's settings do not make sense",
@@ -112,8 +110,8 @@ def ensure(
     if present:
         texts = {UNIT_PATH: UNIT_TEXT.format(agent=agent), CONFIG_PATH: config_text(defaults, replicas)}
         # The gentlest redline of the node is the one that another killer must not come before.
-        redlines = [Policy.from_mapping({**defaults, **values}).redline_gib for values in replicas.values()]
-        found = find_killers(host, min(redlines or [Policy.from_mapping(defaults).redline_gib]))
+        base, special = policies({"defaults": defaults, "replicas": replicas})
+        found = find_killers(host, min(policy.redline_gib for policy in (base, *special.values())))
         disable, warnings = _judge(found, killers)
     unit = unit_state(host, UNIT)
     diff = [text_diff(path, host.read(path), text) for path, text in texts.items() if host.read(path) != text]

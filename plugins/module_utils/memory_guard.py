@@ -119,6 +119,23 @@ class Policy:
                 raise PolicyError(f"{name} must not be negative")
 
 
+def policies(config: Mapping[str, Any]) -> tuple[Policy, dict[str, Policy]]:
+    """The policy of the node and those of replicas that differ, from the configuration file.
+
+    Raises PolicyError. The interval is the node's: one loop samples for all.
+    """
+    unknown = sorted(set(config) - {"defaults", "replicas"})
+    if unknown:
+        raise PolicyError(f"unknown sections: {', '.join(unknown)}")
+    defaults = config.get("defaults") or {}
+    made = {}
+    for name, values in (config.get("replicas") or {}).items():
+        if "interval_s" in values:
+            raise PolicyError(f"{name}: interval_s is one for the whole node")
+        made[name] = Policy.from_mapping({**defaults, **values})
+    return Policy.from_mapping(defaults), made
+
+
 @dataclass
 class History:
     """Samples of one node: a ring of (time, bytes), the lowest since the rank started, and how many were low

@@ -446,9 +446,50 @@ def test_settings_by_replica(tmp_path: Path) -> None:
     )
     policies = node_guard.load_policies(host)
     assert policies("a").redline_gib == 5 and policies("b").redline_gib == 5 and policies("b").silence_s == 9
-    host.write(node_guard.CONFIG, json.dumps({"default": {}}))
-    with pytest.raises(PolicyError):
-        node_guard.load_policies(host)
+    wrong: list[dict[str, Any]] = [{"default": {}}, {"replicas": {"a": {"interval_s": 1}}}]
+    for bad in wrong:
+        host.write(node_guard.CONFIG, json.dumps(bad))
+        with pytest.raises(PolicyError):
+            node_guard.load_policies(host)
+
+
+def test_low_memory_is_said_once_and_shown(
+    node: Node, docker: Docker, peers: Peers, rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = make(node, docker, peers)
+    rank()
+    guard.attach()
+    samples(guard, node, 20, 7, 7.5, 8.5, 7)
+    assert len([r for r in caplog.records if "the redline is 4" in r.getMessage()]) == 1
+    assert guard.state(guard.watches["pair-1"])["warning"]
+    samples(guard, node, 9.5)
+    assert not guard.state(guard.watches["pair-1"])["warning"]
+
+
+def test_the_limit_of_restarts_outlives_the_guard(
+    node: Node, docker: Docker, peers: Peers, rank: Any
+) -> None:
+    guard = make(node, docker, peers, restarts=1, restart_backoff_s=1)
+    process = rank()
+    guard.attach()
+    samples(guard, node, 3, 3)
+    process.wait(5)
+    docker.pid = 0
+    samples(guard, node, 110)
+    node.now += 10
+    samples(guard, node, 110)
+    wait_for(lambda: len(node.commands) == 2)
+    guard.write()
+    later = make(node, docker, peers, restarts=1, restart_backoff_s=1)
+    process = rank()
+    later.attach()
+    samples(later, node, 3, 3)
+    process.wait(5)
+    docker.pid = 0
+    samples(later, node, 110)
+    node.now += 1000
+    samples(later, node, 110, 110)
+    assert len(node.commands) == 2
 
 
 def test_the_loop_ends_on_request_and_samples_until_then(node: Node, docker: Docker, peers: Peers) -> None:
