@@ -448,8 +448,9 @@ def test_deepseek_v4_flash_at_full_size_has_its_published_parameters() -> None:
         if ratio == 4:
             matrix(out, f"{p}.attn.indexer.wq_b", 1024, 64 * 128, 5)
     body = {
-        "model_type": "deepseek_v4", "hidden_size": hidden, "num_hidden_layers": 43, "num_attention_heads": heads,
-        "head_dim": head_dim, "vocab_size": 129_280, "moe_intermediate_size": width, "o_groups": 8,
+        "model_type": "deepseek_v4", "hidden_size": hidden, "num_hidden_layers": 43,
+        "num_attention_heads": heads, "head_dim": head_dim,
+        "vocab_size": 129_280, "moe_intermediate_size": width, "o_groups": 8,
         "o_lora_rank": 1024, "n_routed_experts": experts, "compress_ratios": ratios,
         "quantization_config": {"quant_method": "exl3", "codebook": "mul1"},
     }  # fmt: skip
