@@ -93,12 +93,15 @@ class Cage:
 
     @property
     def state(self) -> str:
+        """up; half_up (only one half sees the cable); partly_down (one half is up, nobody has brought the
+        other up,
+        as with old instructions that ignore the second half, B03); no_cable; admin_down."""
         states = {half.state for half in self.halves}
         if states == {"up"}:
             return "up"
-        if "up" in states:
-            return "half_up"
-        return "no_cable" if "no_cable" in states else "admin_down"
+        if "no_cable" in states:
+            return "half_up" if "up" in states else "no_cable"
+        return "partly_down" if "up" in states else "admin_down"
 
     @property
     def complete(self) -> bool:
@@ -196,11 +199,13 @@ def choose_halves(
         )
     if up:
         return up[0].halves
-    down = [cage for cage in cages if cage.complete and cage.state == "admin_down"]
+    # Where nobody has brought a link up no carrier can be read. The cage that carries the plan, else one of
+    # which a half
+    # is up, else the first: the caller sees `state` and says that it is a guess (or brings the links up,
+    # asks again).
+    partly = [cage for cage in cages if cage.complete and cage.state == "partly_down"]
+    down = partly or [cage for cage in cages if cage.complete and cage.state == "admin_down"]
     if down and not any(cage.state == "half_up" for cage in cages):
-        # Nobody has brought the links up yet, so no carrier can be read. The cage that carries the plan,
-        # else the
-        # first: the caller sees `state` and says that it is a guess (or brings the links up and asks again).
         carrying = [
             cage for cage in down if any(cidr in addresses for half in cage.halves for cidr in half.ipv4)
         ]

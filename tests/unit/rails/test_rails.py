@@ -63,6 +63,19 @@ def test_administratively_down_is_not_the_same_as_no_cable() -> None:
     assert {cage.state for cage in rails.cages_of(node)} == {"admin_down"}
 
 
+@field("B03")
+def test_a_second_half_that_nobody_brought_up_is_still_a_rail() -> None:
+    node = probe()
+    node["net"]["enP2p1s0f0np0"].update(carrier=None, admin_up=False)
+    for name in ("enp1s0f1np1", "enP2p1s0f1np1"):
+        node["net"][name].update(carrier=None, admin_up=False)
+    assert [cage.state for cage in rails.cages_of(node)] == ["partly_down", "admin_down"]
+    assert [half.state for half in rails.choose_halves(node)] == ["up", "admin_down"]
+    plans, refusals = rails.plan_rails(pair(), {"spark-1": node, "spark-2": probe()})
+    assert len(plans["spark-1"]) == 2
+    assert [(item.check, item.level) for item in refusals] == [("link-state", "warn")]
+
+
 def test_one_half_without_carrier_is_refused() -> None:
     node = probe()
     node["net"]["enP2p1s0f0np0"]["carrier"] = False
