@@ -222,6 +222,14 @@ def vllm_page(rows: int, row_bytes: int) -> int:
     return -(-rows * row_bytes // VLLM_ALIGN) * VLLM_ALIGN
 
 
+class VllmRequest(NamedTuple):
+    """A vLLM pool as its command line gives it: KV bytes, max batched tokens, layers that share a block."""
+
+    pool_bytes: int
+    batch: int
+    group: int = 1
+
+
 class VllmPool(NamedTuple):
     """A vLLM KV pool: block size, number of blocks, blocks of one full request, tokens, requests at once."""
 
@@ -259,6 +267,21 @@ def vllm_pool(
 
 
 # --- one node
+def vllm_longest(shape: CacheShape, request: VllmRequest, drafts: int) -> int:
+    """The longest context of which one request fits the pool: a multiple of 2048, 0 where none does."""
+    low, high = 0, shape.max_positions // POOL_STEP
+    while low < high:
+        middle = (low + high + 1) // 2
+        pool = vllm_pool(
+            shape, request.pool_bytes, middle * POOL_STEP, request.batch, group=request.group, drafts=drafts
+        )
+        if pool.per_request <= pool.blocks:
+            low = middle
+        else:
+            high = middle - 1
+    return low * POOL_STEP
+
+
 # ----------------------------------------------------------------------------------------------------
 
 
@@ -567,11 +590,14 @@ def plan_budget(
     calibration: dict[str, dict[str, float]] | None = None,
     drift_gib: float | None = None,
     situation: str = "start",
+    vllm: VllmRequest | None = None,
+    drafts: bool = True,
 ) -> dict[str, Any]:
     """The budget of a replica: terms, nodes, verdict, largest context, levers.
 
     ``ranks``: rows with rank, file_bytes and draft_bytes. ``calibration``: by rank number as text, of
-    `calibrate`. Raises BudgetError where a number cannot be.
+    `calibrate`. ``vllm``: its pool in place of the engine's own (the bytes are given, the tokens follow).
+    Raises BudgetError where a number cannot be.
     """
     if chunk < 1:
         raise BudgetError("bad-number", "must be 1 or more", tensor="chunk", found=chunk)
@@ -594,6 +620,16 @@ def plan_budget(
             wanted=shape.max_positions,
         )
     cache = caches(shape, kv_format, context, parallel, world)
+    pool = None
+    draft_layers = dims.draft_layers if drafts else 0
+    if vllm is not None:
+        if not dims.kv_sources:
+            raise BudgetError(
+                "bad-kv", "vLLM's layout of it is not known", tensor="model_type", found=dims.model_type
+            )
+        pool = vllm_pool(shape, vllm.pool_bytes, context, vllm.batch, group=vllm.group, drafts=draft_layers)
+        cache = Caches(pool.tokens, vllm.pool_bytes, cache.rope_bytes)
+        kv_format = "vllm_fp8"
     terms, nodes = [], []
     for row in ranks:
         rank = int(row["rank"])
@@ -623,26 +659,37 @@ def plan_budget(
             )
         )
     decides = worst_of(nodes)
+    verdict, reason = decides["verdict"], f"rank {decides['rank']}: {decides['reason']}"
     smaller = {}
-    if context >= 2 * POOL_STEP:
-        smaller["context"] = caches(shape, kv_format, context // 2, parallel, world)
-    if parallel > 1:
-        smaller["parallel"] = caches(shape, kv_format, context, 1, world)
-    return {
-        "verdict": decides["verdict"],
-        "reason": f"rank {decides['rank']}: {decides['reason']}",
-        "kv_format": kv_format,
-        "kv_rows": cache.rows,
-        "kv_bytes": cache.kv_bytes,
-        "rope_bytes": cache.rope_bytes,
-        "largest_context": largest_context(
+    if vllm is not None and pool is not None:
+        longest = vllm_longest(shape, vllm, draft_layers)
+        if pool.per_request > pool.blocks:
+            verdict = "does_not_fit"
+            reason = (
+                f"one request of {context} tokens needs {pool.per_request} blocks, the pool has {pool.blocks}"
+            )
+    else:
+        longest = largest_context(
             shape,
             kv_format,
             parallel,
             world=world,
             spare_gib=[node["worst_gib"] - node["redline_gib"] for node in nodes],
             current=cache,
-        ),
+        )
+        if context >= 2 * POOL_STEP:
+            smaller["context"] = caches(shape, kv_format, context // 2, parallel, world)
+        if parallel > 1:
+            smaller["parallel"] = caches(shape, kv_format, context, 1, world)
+    return {
+        "verdict": verdict,
+        "reason": reason,
+        "kv_format": kv_format,
+        "kv_rows": cache.rows,
+        "kv_bytes": cache.kv_bytes,
+        "rope_bytes": cache.rope_bytes,
+        "vllm": None if pool is None else pool._asdict(),
+        "largest_context": longest,
         "max_context": shape.max_positions,
         "nodes": nodes,
         "levers": levers(

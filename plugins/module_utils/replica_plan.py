@@ -38,6 +38,7 @@ class Request:
     calibration: dict[str, dict[str, float]] = field(default_factory=dict)
     situation: str = "start"
     engram_bytes: int | None = None
+    vllm: budget.VllmRequest | None = None
     image_bytes: int = disk_budget.IMAGE_BYTES
     worker_checkpoint_bytes: int = 0
     builds_all: bool = False
@@ -98,6 +99,8 @@ def make_plan(lock: ModelLock, request: Request) -> tuple[dict[str, Any], Split]
         calibration=request.calibration,
         drift_gib=request.drift_gib,
         situation=request.situation,
+        vllm=request.vllm,
+        drafts=request.drafts,
     )
     engram = engram_table_bytes(text) if request.engram_bytes is None else request.engram_bytes
     sizes = [row["file_bytes"] for row in ranks]

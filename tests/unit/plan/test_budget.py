@@ -147,6 +147,27 @@ def test_the_smallest_vllm_pool(shape: bu.CacheShape) -> None:
     assert bu.vllm_pool(shape, 138_240, 1, 1, group=3).blocks == 1
 
 
+def test_vllm_pool_in_the_budget(full_lock: ModelLock, dims: Dims, shape: bu.CacheShape) -> None:
+    request = bu.VllmRequest(3_029_185_024, 4096)
+    plan = replica(full_lock, dims, vllm=request)
+    assert (plan["kv_bytes"], plan["kv_rows"], plan["kv_format"]) == (3_029_185_024, 1_319_693, "vllm_fp8")
+    assert plan["vllm"]["per_request"] == 26_116
+    assert not {"context", "parallel"} & {row["lever"] for row in plan["levers"]}
+    tight = bu.VllmRequest(46_080 * 26_116, 4096)
+    assert replica(full_lock, dims, vllm=tight)["verdict"] == "fits"
+    assert bu.vllm_longest(shape, tight, 3) == 524_288
+    less = replica(full_lock, dims, vllm=bu.VllmRequest(46_080 * 26_116 - 1, 4096))
+    assert less["verdict"] == "does_not_fit"
+    assert less["largest_context"] == 522_240
+    assert bu.vllm_longest(shape, bu.VllmRequest(1, 1), 3) == 0
+    fewer = replica(full_lock, dims, vllm=request, drafts=False)["vllm"]["per_request"]
+    assert fewer == 26_116 - 3 * 131
+    llama = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 3, "num_attention_heads": 4}
+    other = read_dims({**llama, "vocab_size": 1024, "intermediate_size": 768})
+    with pytest.raises(bu.BudgetError, match="layout of it is not known"):
+        replica(full_lock, other, vllm=request)
+
+
 def test_vllm_pages() -> None:
     assert bu.vllm_page(64, 584) == 37_440
     assert bu.vllm_page(64, 132) == 8_640

@@ -61,6 +61,20 @@ def test_json_holds_the_contract(checkpoint: Path) -> None:
     assert len(found["digest"]) == 64
 
 
+def test_vllm_pool_of_the_published_command() -> None:
+    lock = ROOT / "models" / "deepseek-v41-flash-exl3-2.9bpw.json"
+    arguments = [lock, "--context", 524_288, "--vllm", "3029185024,4096", "--mem-available-gib", 117]
+    done = sparkplan(*arguments)
+    assert (
+        "1,319,693 tokens in 65,737 blocks of 46,080 bytes, 2.52 requests of 524,288 at once" in done.stdout
+    )
+    assert "largest context 1,048,576" in done.stdout
+    small = plan(lock, "--context", 1 << 20, "--vllm", "1500000000,4096,3")["budget"]
+    assert small["verdict"] == "does_not_fit"
+    assert "one request of 1048576 tokens needs" in small["reason"]
+    assert small["largest_context"] < 1 << 20
+
+
 def test_digest_tells_what_is_launched_and_not_live_memory(checkpoint: Path) -> None:
     base = plan(checkpoint, "--context", 2048)["digest"]
     assert plan(checkpoint, "--context", 2048, "--mem-available-gib", 90)["digest"] == base
@@ -93,6 +107,9 @@ def test_exit_codes(checkpoint: Path) -> None:
         ["--context", 2048, "--mem-available-gib", "a,b"],
         ["--context", 2048, "--calibration", "/nowhere"],
         ["--context", 2048, "--index", 7],
+        ["--context", 2048, "--vllm", "5"],
+        ["--context", 2048, "--vllm", "5,x"],
+        ["--context", 2048, "--vllm", "0,1"],
     ],
 )
 def test_bad_input_is_one_line_and_2(checkpoint: Path, arguments: list[object]) -> None:
