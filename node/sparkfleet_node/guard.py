@@ -363,6 +363,7 @@ class Guard:
         if decision.action == KILL:
             watch.killed = True
             process.send(signal.SIGKILL)
+            self._spawn(self.thaw, watch.container)
         else:
             process.send(signal.SIGTERM)
         word = "killing" if decision.action == KILL else "stopping"
@@ -452,6 +453,12 @@ class Guard:
         answer = self.host.run(["systemctl", "start", "--no-block", unit])
         if not answer.ok:
             LOG.error("guard: %s: cannot start %s: %s", watch.replica, unit, answer.text)
+
+    def thaw(self, container: str) -> None:
+        """A container that somebody paused takes no signal, not even this one, until it is thawed (cgroup
+        v1)."""
+        with contextlib.suppress(DockerError):
+            self.docker.post(f"/containers/{container}/unpause")
 
     def tell_peers(self, watch: Watch, decision: Decision) -> None:
         """Ask the other nodes to stop their ranks: half a replica serves nobody and holds its memory."""

@@ -55,6 +55,7 @@ class Docker:
         self.labels = {"sparkfleet.install": INSTALL, "sparkfleet.replica": "pair-1"}
         self.id = "c" * 64
         self.down = False
+        self.posts: list[str] = []
 
     def _state(self) -> dict[str, Any]:
         if self.down:
@@ -67,6 +68,11 @@ class Docker:
 
     def container_find(self, _name: str) -> dict[str, Any] | None:
         return self._state() if self.pid else None
+
+    def post(self, path: str) -> None:
+        self.posts.append(path)
+        if self.down:
+            raise DockerUnreachable("no socket")
 
     def container_inspect(self, _name: str) -> dict[str, Any]:
         return self._state()
@@ -207,6 +213,7 @@ def test_a_rank_that_eats_on_while_it_ends_is_killed_at_once(
     guard.attach()
     samples(guard, node, 3.9, 3.9, 1.9)
     assert process.wait(5) == -signal.SIGKILL
+    wait_for(lambda: docker.posts == [f"/containers/{docker.id}/unpause"])
 
 
 def test_stopping_needs_no_docker(node: Node, docker: Docker, peers: Peers, rank: Any) -> None:
