@@ -176,8 +176,11 @@ def rank_dir(item: Rank) -> Path:
     return Path(item["root"]) / parse_name(item["file_name"]).index
 
 
-def look(item: Rank, variant: str, rehash: bool) -> dict[str, Any]:
-    """State of one rank file: proven by its own digest, framed right, cut from the right weights."""
+def look(item: Rank, variant: str, rehash: bool, forget: bool = False) -> dict[str, Any]:
+    """State of one rank file: proven by its own digest, framed right, cut from the right weights.
+
+    ``forget`` takes a file that was found wrong out of the proof, so that nobody trusts it again.
+    """
     folder = rank_dir(item)
     proof = read_proof(proof_path(folder))
     found: dict[str, Any] = {
@@ -197,6 +200,8 @@ def look(item: Rank, variant: str, rehash: bool) -> dict[str, Any]:
         found["why"] = f"cut from other weights ({proof.meta.get('variant')})"
         return found
     report = prove(folder, inspect(folder, proof.listing, proof, rehash), proof, 1)
+    if report.wrong and forget:
+        write_proof(proof_path(folder), proof)
     if not report.complete or [spec.name for spec in proof.listing] != [item["file_name"]]:
         found["why"] = "; ".join(why for _spec, why in report.wrong) or "not the file of the plan"
         return found
@@ -441,7 +446,8 @@ def main() -> None:
         if params["kit"] and Path(params["kit"]).is_dir():
             kit = Path(params["kit"])
             check_kit(kit, read_proof(proof_path(kit)), params["rope_rows"])
-        ranks = [look(item, params["variant"], params["rehash"]) for item in params["ranks"]]
+        forget = not module.check_mode
+        ranks = [look(item, params["variant"], params["rehash"], forget) for item in params["ranks"]]
         map_there = token_map is None or token_map.is_file()
         if token_map is not None and map_there:
             check_token_map(token_map)

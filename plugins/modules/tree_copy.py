@@ -213,7 +213,7 @@ def main() -> None:
                     raise TreeError(f"{root} is not whole after the copy: {summary(report)}")
                 place(work, root)
             seconds = time.monotonic() - started
-        if not module.check_mode and report.complete and fresh and root.exists():
+        if not module.check_mode and fresh and root.exists():
             write_proof(proof_path(root), proof)  # a proof is knowledge, not a change of the node's files
     except (TreeError, OSError) as exc:
         refusal(module, exc)

@@ -1,0 +1,266 @@
+"""Image, checkpoint, Engram tables and rank files on two nodes: predicted, brought, repaired, refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lab import instance
+from lab.testing import Node, lab, nodes
+from tests.proof.prove import Run, play, prove_check_mode
+
+pytestmark = pytest.mark.lab
+PLAYBOOK = "tests/lab/weights.yml"
+DATA = "/var/lib/sparkfleet"
+MODEL = f"{DATA}/models/lab--DeepSeek-V4.1-Flash-1017-EXL3"
+
+
+def inventory() -> str:
+    return str(lab().directory / "inventory")
+
+
+def pins() -> dict[str, str]:
+    stamp = next(instance.hub_content().glob(".generated-*.json"))
+    return {name: entry["revision"] for name, entry in json.loads(stamp.read_text()).items()}
+
+
+def words(**variables: object) -> list[str]:
+    return ["-e", json.dumps({"weights_pins": pins(), **variables})]
+
+
+def run(*extra: str, **variables: object) -> Run:
+    return play(PLAYBOOK, inventory(), extra=[*words(**variables), *extra])
+
+
+def rails(pair: list[Node]) -> None:
+    for number, node in enumerate(pair, 1):
+        for rail, netdev in enumerate(("enp1s0f0np0", "enP2p1s0f0np0")):
+            node.run("ip", "link", "set", netdev, "up", "mtu", "9000")
+            node.run("ip", "address", "replace", f"10.77.0.{number + 4 * rail}/30", "dev", netdev)
+
+
+def bare(pair: list[Node]) -> None:
+    for node in pair:
+        node.run(
+            "sh",
+            "-c",
+            "docker ps -aq | xargs -r docker rm -f; docker images -q | sort -u | xargs -r docker rmi -f",
+        )
+        node.run(
+            "sh", "-c", f"rm -rf {DATA}/models {DATA}/engram {DATA}/kit {DATA}/token-map {DATA}/rank-files"
+        )
+        node.run("sh", "-c", f"rm -rf {DATA}/transfer {DATA}/locks /run/sparkfleet")
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[list[Node]]:
+    """Both nodes with rails and nothing else; left bare as well."""
+    both = list(nodes())
+    rails(both)
+    bare(both)
+    yield both
+    bare(both)
+
+
+def layers(node: Node) -> list[str]:
+    found = json.loads(
+        node.text("docker", "image", "inspect", *node.text("docker", "images", "-q", "lab/engine").split())
+    )
+    return [layer for image in found for layer in image["RootFS"]["Layers"]]
+
+
+@pytest.mark.field("B69", "B70")
+def test_all_of_it_is_predicted_brought_and_then_nothing(pair: list[Node]) -> None:
+    proof = prove_check_mode(PLAYBOOK, inventory(), words())
+    assert not proof.problems, proof.report()
+    head, worker = pair
+    assert layers(head) == layers(worker), "two stores, one image"
+    stores = {node.text("docker", "info", "--format", "{{.Driver}}") for node in pair}
+    assert len(stores) == 2, "the lab lost the difference that this test stands for"
+    for node in pair:
+        assert node.run("sh", "-c", f"ls {DATA}/transfer /run/sparkfleet/*.conf").status != 0, (
+            "nothing passing stays"
+        )
+        assert "sparkfleet-share" not in node.text(
+            "systemctl", "list-units", "--all", "--plain", "--no-legend"
+        )
+        assert len(node.text("sh", "-c", f"find {DATA}/rank-files -name '*.bin'").split()) == 1
+        assert node.text("sh", "-c", f"find {DATA} -name '*.partial'") == ""
+    assert int(worker.text("sh", "-c", f"ls {MODEL}/*/*.safetensors | wc -l")) == 1, "the vision shard alone"
+    assert proof.again is not None
+    assert "remote tasks" in proof.again.output
+
+
+@pytest.mark.field("B63", "B64")
+def test_damage_on_either_node_is_found_and_repaired(pair: list[Node]) -> None:
+    head, worker = pair
+    shard = worker.text("sh", "-c", f"ls {MODEL}/*/*.safetensors")
+    first = head.text("sh", "-c", f"ls {MODEL}/*/*.safetensors | head -n 1")
+    good = head.text("sha256sum", first).split()[0]
+    # On the worker behind an unchanged time, on the head in the open.
+    worker.text(
+        "sh",
+        "-c",
+        f"cp -p {shard} /run/keep; printf X | dd of={shard} conv=notrunc; touch -r /run/keep {shard}",
+    )
+    head.text("sh", "-c", f"printf X | dd of={first} conv=notrunc")
+    open_damage = run(weights_roles=["image", "checkpoint"])
+    assert open_damage.rc == 0, open_damage.output
+    assert head.text("sha256sum", first).split()[0] == good
+    assert {host for host, _task in open_damage.changed()} == {"spark-1"}
+    hidden = run(weights_roles=["image", "checkpoint"], checkpoint_rehash=True)
+    assert hidden.rc == 0, hidden.output
+    assert {host for host, _task in hidden.changed()} == {"spark-2"}
+    assert worker.text("sha256sum", shard).split()[0] == head.text("sha256sum", shard).split()[0]
+
+
+def test_a_damaged_rank_file_is_made_and_copied_anew(pair: list[Node]) -> None:
+    worker = pair[1]
+    path = worker.text("sh", "-c", f"find {DATA}/rank-files -name '*.bin'")
+    good = worker.text("sha256sum", path).split()[0]
+    worker.text(
+        "sh", "-c", f"cp -p {path} /run/keep; printf X | dd of={path} conv=notrunc; touch -r /run/keep {path}"
+    )
+    done = run(rank_files_rehash=True)
+    assert done.rc == 0, done.output
+    assert {host for host, _task in done.changed()} == {"spark-1", "spark-2"}
+    assert worker.text("sha256sum", path).split()[0] == good
+    assert worker.run("test", "-e", f"{DATA}/transfer").status != 0
+
+
+@pytest.mark.field("B60")
+def test_tables_on_a_file_system_of_memory_are_refused(pair: list[Node]) -> None:
+    worker = pair[1]
+    worker.text("sh", "-c", f"mount -t tmpfs none {DATA}/engram")
+    try:
+        done = run("--check", weights_roles=["image", "engram"])
+    finally:
+        worker.text("umount", f"{DATA}/engram")
+    assert done.rc != 0
+    assert "lies on tmpfs" in " ".join(done.output.split())
+
+
+@pytest.mark.field("B67")
+def test_a_disk_that_is_too_small_is_said_with_numbers_and_nothing_is_left(pair: list[Node]) -> None:
+    worker = pair[1]
+    worker.text(
+        "sh", "-c", f"mv {MODEL} {MODEL}.kept; mkdir -p {MODEL}; mount -t tmpfs -o size=1m none {MODEL}"
+    )
+    try:
+        done = run(weights_roles=["image", "checkpoint"], checkpoint_reserve_bytes=0)
+        left = worker.text("sh", "-c", f"find {MODEL} -type f")
+    finally:
+        worker.text("sh", "-c", f"umount {MODEL}; rmdir {MODEL}; mv {MODEL}.kept {MODEL}")
+    assert done.rc != 0
+    assert "short" in done.output
+    assert "spark-2" in done.output
+    assert left == ""
+
+
+def test_a_changed_patch_builds_once_and_the_old_image_stays(pair: list[Node], tmp_path: Path) -> None:
+    patch = tmp_path / "0005-x.patch"
+    patch.write_text("--- a/x\n+++ b/x\n")
+    done = run(weights_roles=["image"], weights_patches=[str(patch)])
+    assert done.rc == 0, done.output
+    assert done.output.count("Build the image where nobody has it") == 1
+    assert {host for host, _task in done.changed()} == {"spark-1", "spark-2"}
+    for node in pair:
+        assert len(node.text("docker", "images", "--format", "{{.Tag}}", "lab/engine").split()) == 2
+    again = run(weights_roles=["image"], weights_patches=[str(patch)])
+    assert (again.rc, again.changed()) == (0, set())
+
+
+def test_a_moved_tag_is_refused(pair: list[Node]) -> None:
+    head = pair[0]
+    tag = head.text("docker", "images", "--format", "{{.Tag}}", "lab/engine").split()
+    kept = {
+        name: head.text("docker", "image", "inspect", "-f", "{{.Id}}", f"lab/engine:{name}") for name in tag
+    }
+    one, two = tag
+    head.text("docker", "tag", kept[one], f"lab/engine:{two}")
+    head.text("docker", "tag", kept[two], f"lab/engine:{one}")
+    try:
+        done = run(weights_roles=["image"])
+    finally:
+        for name, image in kept.items():
+            head.text("docker", "tag", image, f"lab/engine:{name}")
+    assert done.rc != 0
+    assert "the tag was moved" in " ".join(done.output.split())
+
+
+@pytest.mark.field("B72")
+def test_a_docker_that_does_not_answer_is_unknown_and_never_empty(pair: list[Node]) -> None:
+    head = pair[0]
+    head.text("systemctl", "stop", "docker.socket", "docker.service")
+    try:
+        done = run(weights_roles=["image"])
+    finally:
+        head.text("systemctl", "start", "docker.socket", "docker.service")
+    assert done.rc != 0
+    assert "spark-1" in done.output
+    assert not done.changed()
+
+
+def test_a_member_that_serves_does_not_build(pair: list[Node], tmp_path: Path) -> None:
+    patch = tmp_path / "0006-y.patch"
+    patch.write_text("--- a/y\n+++ b/y\n")
+    image = pair[0].text("docker", "images", "-q", "lab/engine").split()[0]
+    for node in pair:
+        image = node.text("docker", "images", "-q", "lab/engine").split()[0]
+        node.text(
+            "docker",
+            "run",
+            "-d",
+            "--network",
+            "none",
+            "--name",
+            "serves",
+            "--label",
+            "sparkfleet.replica=x",
+            image,
+            "sleep",
+            "600",
+        )
+    both = run("--check", weights_roles=["image"], weights_patches=[str(patch)])
+    pair[1].text("docker", "rm", "-f", "serves")
+    one = run("--check", weights_roles=["image"], weights_patches=[str(patch)])
+    outage = run(
+        "--check",
+        weights_roles=["image"],
+        weights_patches=[str(patch)],
+        image_builder="spark-1",
+        image_allow_outage=True,
+    )
+    pair[0].text("docker", "rm", "-f", "serves")
+    assert both.rc != 0
+    assert "image_allow_outage" in both.output
+    assert one.rc == 0, one.output
+    assert ("spark-2", "image : Build the image where nobody has it") in {
+        (host, task.rpartition("sparkfleet.serving.")[2]) for host, task in one.changed()
+    }
+    assert outage.rc == 0, outage.output
+
+
+def test_a_share_ends_by_itself_when_nobody_ends_it(pair: list[Node]) -> None:
+    head, worker = pair
+    done = play("tests/lab/share.yml", inventory(), extra=["-l", "spark-1"])
+    assert done.rc == 0, done.output
+    assert "refused" not in worker.run("rsync", "rsync://10.77.0.1:29999/tree/").text
+    assert "denied" in head.run("rsync", "rsync://10.77.0.1:29999/tree/").text, "not even the node itself"
+    head.text(
+        "sh",
+        "-c",
+        "for n in $(seq 60); do systemctl is-active -q sparkfleet-share-lonely-0 || exit 0; sleep 0.5; done; "
+        "exit 1",
+    )
+    assert head.run("test", "-e", "/run/sparkfleet/sparkfleet-share-lonely-0.conf").status != 0
+
+
+def test_nfs_is_refused_where_the_kernel_has_none(pair: list[Node]) -> None:
+    done = play("tests/lab/nfs.yml", inventory())
+    assert done.rc != 0
+    text = " ".join(done.output.split())
+    assert "this kernel has no NFS server" in text or "lies on" in text
