@@ -131,6 +131,7 @@ bytes_needed:
 import contextlib
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -179,6 +180,8 @@ from ..module_utils.weights_module import (
     tree_lock,
 )
 
+PROXY_NAMES = frozenset({"http_proxy", "https_proxy", "no_proxy", "all_proxy"})
+
 
 def token_of(params: dict[str, Any]) -> str:
     """The token given, or that of the file when there is one."""
@@ -225,6 +228,11 @@ def run_job(
     return code, err
 
 
+def proxies() -> dict[str, str]:
+    """Proxy settings of the task. They may hold a password, so they travel as a file, as the token does."""
+    return {name: value for name, value in os.environ.items() if name.lower() in PROXY_NAMES}
+
+
 def download(
     params: dict[str, Any], token: str, work: Path, files: list[FileSpec], progress: Progress
 ) -> None:
@@ -260,6 +268,7 @@ def download(
                     "dest": "/work",
                     "home": "/work/.cache/home",
                     "parallel": params["parallel"],
+                    "environment": proxies(),
                 }
             ),
             encoding="utf-8",

@@ -207,3 +207,14 @@ def test_a_file_changed_in_place_is_noticed_by_its_time_alone(
     assert (predicted["changed"], predicted["files_needed"]) == (True, 1)
     assert fetch(hub, dest, files=manifest(source))["complete"]
     assert contents(dest) == contents(source)
+
+
+def test_a_proxy_of_the_task_reaches_the_download_as_a_file(
+    hub: Hub, fetch: RunModule, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = hub.publish("lab/model", SIZES)
+    monkeypatch.setenv("https_proxy", "http://user:secret@192.0.2.1:3128")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    made = fetch(hub, tmp_path / "m/x", files=manifest(source))
+    assert made["complete"], made
+    assert "secret" not in json.dumps(made)
