@@ -184,7 +184,8 @@ import concurrent.futures, json, os, sys, traceback
 here = os.path.dirname(os.path.abspath(__file__))
 job = json.load(open(os.path.join(here, "job.json")))
 os.environ.update(job["environment"], HF_ENDPOINT=job["endpoint"], HF_HOME=job["home"],
-                  HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1", HF_HUB_DISABLE_IMPLICIT_TOKEN="1")
+                  HF_HUB_DISABLE_TELEMETRY="1", HF_HUB_DISABLE_PROGRESS_BARS="1",
+                  HF_HUB_DISABLE_IMPLICIT_TOKEN="1")
 def end(**fields):
     print(json.dumps(fields), flush=True)
     sys.exit(0 if fields.get("ok") else 1)
