@@ -26,7 +26,23 @@ from tests.unit.plan.small import EXL3, Small, config, inventories, lock_of, sma
 NATIVE = "tensorfold_native"
 
 
-# --- golden values (rank-cache tool, section 5)
+# --- golden values of the engine's own tool
+#: First digits of the index hashes of a small checkpoint; test_lab_agrees.py holds them against another code.
+SMALL_NAMES = {
+    (1, False): ["56d17a0be0ca"],
+    (2, False): ["bb6cac0d5e03", "af77fa0e35ee"],
+    (4, False): ["b01d6b6a7c75", "50a440aeaeda", "fbf949424be4", "12038a6fb3f6"],
+    (4, True): ["e41ddabad6f6", "cae571beb9cc", "d85ed473794a", "a5d177719f9a"],
+}
+
+
+def test_small_indexes_do_not_move() -> None:
+    lock = small_lock(Small(width=2304, heads=8, groups=8, vocab=1280, experts=3))
+    for (world, parity), names in SMALL_NAMES.items():
+        split = sp.plan_split(lock, NATIVE, world, parity=parity)
+        assert [rank.index_sha256[:12] for rank in split.ranks] == names
+
+
 # -------------------------------------------------------------------
 
 
