@@ -516,6 +516,8 @@ def main() -> None:
     """Entry point."""
     module = AnsibleModule(argument_spec=spec(), supports_check_mode=True)
     params = module.params
+    if not params["content"] and "@sha256:" in params["reference"]:
+        params["content"] = params["reference"].partition("@sha256:")[2]  # what a digest names is its content
     api = DockerApi(params["docker_socket"])
     progress = Progress(
         Path(params["progress_file"]) if params["progress_file"] else None, params["state"], 0
