@@ -61,6 +61,8 @@ def test_half_a_pair_is_refused_before_any_node_is_asked(pair: tuple[Node, Node]
 
 
 def altered(tmp_path: Path, old: str, new: str) -> str:
+    """The lab's inventory with one change, in another place: what it finds beside itself must be given
+    then."""
     text = (inventory() / "hosts.yml").read_text().replace("{{ inventory_dir }}", str(inventory()))
     assert old in text
     (tmp_path / "hosts.yml").write_text(text.replace(old, new))
@@ -71,7 +73,7 @@ def altered(tmp_path: Path, old: str, new: str) -> str:
 def test_one_address_twice_is_refused_before_any_node_is_asked(
     pair: tuple[Node, Node], tmp_path: Path
 ) -> None:
-    result = run(source=altered(tmp_path, "10.77.0.2/30", "10.77.0.1/30"))
+    result = run(source=altered(tmp_path, "10.77.0.2/30", "10.77.0.1/30"), image_context="/nowhere")
     assert result.rc != 0
     assert "address-twice" in result.output
     assert "Read the node" not in result.output
@@ -88,8 +90,12 @@ def test_a_missing_node_is_one_line_beside_the_rest(pair: tuple[Node, Node], tmp
         tmp_path, f"ansible_host: {pair[1].address}", "ansible_host: 127.0.0.1\n          ansible_port: 1"
     )
     with pair[0].fault("kho"):
-        result = run(source=source, preflight_format="json")
-    assert failing(result) == {("spark-1", "kernel-kho"), ("spark-2", "unreachable")}
+        result = run(source=source, preflight_format="json", image_context="/nowhere")
+    # Kexec handover also takes 9.3 GiB, so the memory row may stand beside it.
+    assert failing(result) - {("spark-1", "memory")} == {
+        ("spark-1", "kernel-kho"),
+        ("spark-2", "unreachable"),
+    }
     assert "refused" in rows(result)["spark-2", "unreachable"]["found"].lower()
 
 
