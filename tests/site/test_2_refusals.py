@@ -86,3 +86,15 @@ def test_hostile_names_reach_no_shell_and_no_template_twice(lab: Lab, tmp_path: 
     assert not Path("/tmp/owned").exists()
     for node in ("spark-1", "spark-2"):
         assert lab.on(node, "sh", "-c", "ls /tmp/owned 2>/dev/null | cat") == ""
+
+
+def test_with_the_lab_down_there_is_one_sentence(lab: Lab, tmp_path: Path) -> None:
+    up = lab.instance.up_file
+    aside = up.rename(tmp_path / "up.json")
+    try:
+        done = lab.play("site.yml")
+    finally:
+        aside.rename(up)
+    text = done.stdout + done.stderr
+    assert done.returncode != 0 and "make lab-up" in text and "inventory/example" in text
+    assert "UNREACHABLE" not in text and text.count("fatal: [") == 1
