@@ -177,7 +177,6 @@ class ModelLock:
 
 
 # --- text form
-# -------------------------------------------------------------------------------------------------
 
 
 def _runs(numbers: Iterable[int]) -> str:
@@ -395,7 +394,6 @@ def load(path: os.PathLike[str] | str) -> ModelLock:
 
 
 # --- sources
-# ---------------------------------------------------------------------------------------------------
 
 
 def _parse_config(raw: bytes, label: str = "config.json") -> dict[str, Any]:
@@ -681,7 +679,6 @@ def from_hub(
 
 
 # --- after the download
-# ----------------------------------------------------------------------------------------
 
 
 def _file_sha256(path: Path) -> str:
@@ -771,7 +768,6 @@ def verify_directory(
 
 
 # --- Engram tables
-# -----------------------------------------------------------------------------------------------
 
 _ENGRAM = re.compile(r"^(?:model\.)?layers\.(\d+)\.engram\.embed\.(weight|scale)$")
 

@@ -31,7 +31,6 @@ def shape(full_lock: ModelLock, dims: Dims) -> bu.CacheShape:
 
 
 # --- caches
-# ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -117,8 +116,18 @@ def test_numbers_that_cannot_be(shape: bu.CacheShape, dims: Dims, full_lock: Mod
         bu.cache_shape(read_dims(broken), text_config(broken))
 
 
+def test_pool_rows_at_the_edge_of_a_step() -> None:
+    edge = 2048 * 10 - 2 * 28 - 2047
+    assert (bu.pool_rows(edge, 2), bu.pool_rows(edge + 1, 2)) == (20_480, 22_528)
+    assert bu.pool_rows(2048 * 10 - 28, 1) == 20_480
+
+
+def test_a_model_without_a_window(full_lock: ModelLock, dims: Dims) -> None:
+    text = {**text_config(full_lock.config), "sliding_window": 0}
+    assert bu.cache_shape(dims, text).window == 0
+
+
 # --- vLLM
-# --------------------------------------------------------------------------------------------------------
 
 
 def test_vllm_fp8_pool_of_the_published_command(shape: bu.CacheShape) -> None:
@@ -181,7 +190,6 @@ def test_vllm_numbers_that_cannot_be(shape: bu.CacheShape) -> None:
 
 
 # --- one node
-# ----------------------------------------------------------------------------------------------------
 
 
 def terms(shape: bu.CacheShape, context: int = 524_288, rank: int = 0, chunk: int = 2048) -> dict[str, float]:
@@ -348,7 +356,6 @@ def test_no_amount_of_memory(shape: bu.CacheShape, value: float) -> None:
 
 
 # --- the replica
-# ---------------------------------------------------------------------------------------------------
 
 
 def replica(full_lock: ModelLock, dims: Dims, **changes: Any) -> dict[str, Any]:
@@ -412,6 +419,13 @@ def test_levers_come_in_order_of_gain(full_lock: ModelLock, dims: Dims) -> None:
         {"headless": 6.0, "drafts": 3.472, "redline": 1.5, "vision": 0.904, "chunk": 0.567, "context": 0.342,
          "parallel": 0.024}, abs=0.002,
     )  # fmt: skip
+    details = {row["lever"]: row["detail"] for row in plan["levers"]}
+    assert details["chunk"] == "prefill chunk 1024"
+    assert details["context"] == "context 262144"
+    assert details["parallel"] == "parallel 1 instead of 4"
+    small = replica(full_lock, dims, chunk=513, parallel=2)
+    assert {"chunk", "parallel"} <= {row["lever"] for row in small["levers"]}
+    assert replica(full_lock, dims, chunk=1)["nodes"][0]["terms_gib"]["chunk"] < -1.0
     lean = replica(
         full_lock, dims, vision_bytes=0, chunk=512, parallel=1, context=2048, available_gib=[118.0]
     )

@@ -149,7 +149,6 @@ def test_overlay_order_is_the_engines(tmp_path: Path) -> None:
 
 
 # --- over HTTP
-# -------------------------------------------------------------------------------------------------
 
 
 class Hub(http.server.ThreadingHTTPServer):
@@ -321,7 +320,6 @@ def test_token_comes_from_a_file_or_the_environment(tmp_path: Path, monkeypatch:
 
 
 # --- Engram tables
-# -----------------------------------------------------------------------------------------------
 
 
 def engram(

@@ -139,7 +139,6 @@ def test_the_index_hangs_on_layout_alone(full_lock: ModelLock) -> None:
 
 
 # --- tiling
-# -----------------------------------------------------------------------------------------------------
 
 
 def cover(split: sp.Split, lock: ModelLock, skip: str = "nothing") -> None:
@@ -284,8 +283,17 @@ def test_uneven_blocks_kv_of_one_block_and_biases(exl3: dict[str, Path]) -> None
     assert down == [(0, 384), (384, 768)], "704 of the config are stored as 768"
 
 
+def test_numbers_that_follow_from_others() -> None:
+    llama = {"model_type": "llama", "hidden_size": 256, "num_hidden_layers": 1, "vocab_size": 512}
+    one = sp.read_dims({**llama, "num_attention_heads": 1, "intermediate_size": 512})
+    assert (one.head_dim, one.kv_heads) == (256, 1)
+    four = sp.read_dims({**llama, "num_attention_heads": 4, "intermediate_size": 512})
+    assert (four.head_dim, four.kv_heads) == (64, 4)
+    for ngram, columns in ((0, 0), (1, 0), (2, 2)):
+        assert sp.read_dims(config(Small(ngram=ngram))).engram_columns == columns
+
+
 # --- refusals
-# ---------------------------------------------------------------------------------------------------
 
 
 def test_world_3_names_heads_and_groups(full_lock: ModelLock) -> None:
@@ -298,7 +306,7 @@ def test_world_3_names_heads_and_groups(full_lock: ModelLock) -> None:
 
 @pytest.mark.parametrize(
     ("world", "text"),
-    [(0, "no world size"), (6, "64 = 6 x 10"), (8, "does not know it"), (4096, "no world size")],
+    [(0, "no world size"), (6, "64 = 6 x 10"), (8, "does not know it"), (1025, "no world size")],
 )
 def test_other_worlds(full_lock: ModelLock, world: int, text: str) -> None:
     with pytest.raises(sp.SplitError, match=text):
