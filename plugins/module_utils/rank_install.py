@@ -367,6 +367,7 @@ class Node:
                 if old is not None:
                     before = self.summary(old, index)
                 diffs.append(text_diff(path, before, self.summary(launch, index)))
+                diffs += self.brought(launch, old)
             elif secret:
                 diffs.append(
                     text_diff(path, None if before is None else "a secret\n", f"a secret, mode {mode:04o}\n")
@@ -403,6 +404,21 @@ class Node:
                 "what was written did not stay", ", ".join(left), "no difference", "look for another manager"
             )
         return result
+
+    def brought(self, launch: Mapping[str, Any], old: Mapping[str, Any] | None) -> list[dict[str, str]]:
+        """What the start that follows a new launch brings: another container, and the folders it fills."""
+        before = f"launch {old['hash']}\n" if old is not None and "hash" in old else None
+        if before == f"launch {launch['hash']}\n":
+            return []
+        name = launch["container"]["name"]
+        return [
+            text_diff(f"container {name}", before, f"launch {launch['hash']}\n"),
+            *(
+                text_diff(mount["source"], None, "a folder of the rank\n")
+                for mount in launch["container"]["mounts"]
+                if not mount["read_only"] and not self.host.exists(mount["source"])
+            ),
+        ]
 
     @staticmethod
     def summary(launch: Mapping[str, Any], index: int | None) -> str:

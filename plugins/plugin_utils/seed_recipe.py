@@ -115,7 +115,7 @@ SETTINGS: tuple[Row, ...] = (
     Row("IMAGE_TAG", "always", "", "the tag is the content hash"),
     Row("IMAGE_DIGEST", "variable", "image_reference", "with image_source: digest"),
     Row("GHCR_IMAGE", "variable", "image_reference", "with image_source: digest, and a digest in it"),
-    Row("BASE_IMAGE", "variable", "sparkfleet_image_base", "by digest"),
+    Row("BASE_IMAGE", "variable", "image_base", "by digest"),
     Row("TF_REPO", "variable", "sparkfleet_engine_repo"),
     Row("TF_REF", "variable", "sparkfleet_engine_commit", "a 40-hex commit"),
     Row("TF_VERSION", "variable", "sparkfleet_engine_commit", "a 40-hex commit"),
@@ -293,7 +293,7 @@ PINS = {
     "TF_REPO": "sparkfleet_engine_repo",
     "TF_REF": "sparkfleet_engine_commit",
     "TF_VERSION": "sparkfleet_engine_commit",
-    "BASE_IMAGE": "sparkfleet_image_base",
+    "BASE_IMAGE": "image_base",
 }
 _HEX40 = re.compile(r"[0-9a-f]{40}")
 
