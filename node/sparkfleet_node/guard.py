@@ -75,6 +75,9 @@ API_S = 5.0
 WRITE_S = 2.0
 #: Seconds that one question to a peer or the health page may take.
 ASK_S = 2.0
+#: How long after its end a rank's reason may be learned from a peer, and how near the two ends have to be.
+LEARN_S = 60.0
+TOGETHER_S = 20.0
 #: Records kept a replica, and samples in one.
 KEEP = 20
 SAMPLES = 240
@@ -244,6 +247,7 @@ class Guard:
         """Ask the peer services of a running rank. Only a sealed answer counts as heard."""
         for watch in list(self.watches.values()):
             if not watch.running:
+                self._learn(watch)
                 continue
             for other in watch.launch.get("peers", []):
                 number = int(other["rank"])
@@ -277,6 +281,39 @@ class Guard:
                     **watch.peers,
                     number: replace(view, heard=self.clock(), alive=bool(state.get("alive")), guard=guard),
                 }
+
+    def _learn(self, watch: Watch) -> None:
+        """Why our rank ended, from a peer that tripped at the same time. A head that is told to end sends its
+        workers home first, so a worker may be gone, in good order, before anybody asks for it."""
+        ended = watch.ended_at
+        if ended is None or watch.reason or self.clock() - ended > LEARN_S:
+            return
+        for other in watch.launch.get("peers", []):
+            try:
+                key = peer_wire.read_key(self.host, watch.replica)
+                state = self.ask(
+                    other["addresses"],
+                    int(watch.launch["peer_port"]),
+                    key,
+                    watch.replica,
+                    "state",
+                    timeout=ASK_S,
+                )
+            except (peer_wire.PeerRefused, peer_wire.PeerUnreachable, Refusal):
+                continue
+            seen = state.get("guard") or {}
+            if not seen.get("tripped_at") or not seen.get("reason"):
+                continue
+            # Ages, not times: the clocks of two nodes need not agree.
+            age = float(state.get("now") or 0) - float(seen["tripped_at"])
+            if abs(age - (self.clock() - ended)) < TOGETHER_S:
+                watch.cause, watch.reason = (
+                    "peer",
+                    f"{seen.get('cause')} on {other['name']}: {seen['reason']}",
+                )
+                watch.trips.append(ended)
+                LOG.warning("guard: %s: the rank ended with its peer: %s", watch.replica, watch.reason)
+                return
 
     def look_at_api(self) -> None:
         """Read the head's health page; the time of the last movement of any counter is what counts."""
@@ -546,6 +583,7 @@ class Guard:
             "warning": watch.running and watch.warned,
             "action": watch.policy.action,
             "trips": len(watch.trips),
+            "tripped_at": round(time.time() - (now - watch.trips[-1]), 1) if watch.trips else None,
             "cause": watch.cause,
             "reason": watch.reason,
             "memory": watch.memory_note,

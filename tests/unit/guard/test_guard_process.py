@@ -293,6 +293,28 @@ def test_a_stop_that_a_peer_asked_for_is_told(node: Node, docker: Docker, peers:
     assert (state["cause"], state["reason"]) == ("peer", "redline on spark-2")
 
 
+def test_a_worker_that_was_sent_home_learns_why(node: Node, docker: Docker, peers: Peers, rank: Any) -> None:
+    """The head ends in order and its worker with it, before the worker's node is asked for anything."""
+    guard = make(node, docker, peers, restarts=1, restart_backoff_s=1)
+    process = rank()
+    guard.attach()
+    process.terminate()
+    process.wait()
+    docker.pid = 0
+    samples(guard, node, 110)
+    told = {"at": 900.0, "state": "tripped", "cause": "redline", "reason": "2 samples", "tripped_at": 700.0}
+    peers.state = {"alive": False, "now": 900.0, "guard": told}
+    guard.look_at_peers()
+    assert guard.watches["pair-1"].reason == "", "a trip of long ago is another one"
+    peers.state = {"alive": False, "now": 900.0, "guard": {**told, "tripped_at": 898.0}}
+    guard.look_at_peers()
+    state = guard.state(guard.watches["pair-1"])
+    assert (state["cause"], state["reason"]) == ("peer", "redline on spark-2: 2 samples")
+    node.now += 5
+    samples(guard, node, 110)
+    wait_for(lambda: ["systemctl", "start", "--no-block", "sparkfleet-rank@pair-1.service"] in node.commands)
+
+
 def test_restart_is_opt_in_and_waits(node: Node, docker: Docker, peers: Peers, rank: Any) -> None:
     guard = make(node, docker, peers, restarts=1, restart_backoff_s=60)
     process = rank()
