@@ -40,6 +40,7 @@ from .parts import (
     eui64,
     fault,
     is_mounted,
+    mac,
     mount_points,
     node_guid,
 )
@@ -47,6 +48,7 @@ from .rdma import SLOTS, ZERO, GidFaults, GidTable
 
 MOUNT = STATE / "hardware"
 LEDGER = STATE / "memory"
+MAC_PREFIX = mac(0, 0)[:11]  # of every netdev that the lab gives a node
 FRESH = 0.2  # seconds for which one reading of the live state serves all files
 
 # A directory, a file's text, or the errno that reading the file gives.
@@ -78,9 +80,7 @@ def claims(ledger: Path = LEDGER) -> list[tuple[int, int, str]]:
 
 def read_network() -> dict[str, NetState]:
     """Live state of this node's interfaces by name, from netlink."""
-    raw = subprocess.run(
-        ["/usr/sbin/ip", "-j", "-s", "addr"], check=True, capture_output=True, text=True
-    ).stdout
+    raw = subprocess.run(["/usr/sbin/ip", "-j", "-s", "addr"], check=True, capture_output=True, text=True).stdout
     return {link["ifname"]: link for link in json.loads(raw) if "ifname" in link}
 
 
@@ -297,6 +297,11 @@ def dress(netdev: str) -> None:
     """Give one netdev's sysfs directory what a Spark's has: its PCI device, its port name, its speed."""
     function = next((each for each in FUNCTIONS if each.netdev == netdev), None)
     directory = Path("/sys/devices/virtual/net") / netdev
+    if function:
+        # The tree is computed a few times a second: it may not know a netdev yet that appeared just now.
+        deadline = time.monotonic() + 2
+        while not (MOUNT / "net" / netdev / "speed").exists() and time.monotonic() < deadline:
+            time.sleep(FRESH / 4)
     extra = STATE / "netdev" / netdev
     extra.mkdir(parents=True, exist_ok=True)
     link = extra / "device"
@@ -307,11 +312,64 @@ def dress(netdev: str) -> None:
     real = STATE / "net" / netdev
     options = f"ro,lowerdir={extra}:{real}"
     subprocess.run(["/bin/mount", "-t", "overlay", "-o", options, "overlay", str(directory)], check=True)
-    bind(real / "uevent", directory / "uevent")
-    if function:
-        bind(MOUNT / "net" / netdev / "speed", directory / "speed")
+    try:
+        bind(real / "uevent", directory / "uevent")
+        if function:
+            bind(MOUNT / "net" / netdev / "speed", directory / "speed")
+    except subprocess.CalledProcessError:
+        subprocess.run(["/bin/umount", "-l", str(directory)], check=False)  # dressed in full or not at all
+        raise
     # udev may have started after the kernel's own event; networkd waits until udev has seen a netdev.
     (real / "uevent").write_text("add", encoding="ascii")
+
+
+def bind_class() -> None:
+    """/sys/class/net from sysfs itself. Seen through the overlay that lies on /sys/class, the entry of a
+    netdev that went and came again (a cable plugged later) would stay stale until the node restarts."""
+    below = STATE / "sysfs"
+    below.mkdir(exist_ok=True)
+    bind(Path("/sys"), below)  # not recursive: without the overlay
+    subprocess.run(["/bin/mount", "-o", "remount,bind,ro", str(below)], check=True)
+    bind(below / "class/net", Path("/sys/class/net"))
+    subprocess.run(["/bin/mount", "-o", "remount,bind,ro", "/sys/class/net"], check=True)
+    subprocess.run(["/bin/umount", "-l", str(below)], check=True)
+
+
+def cage_names(addresses: dict[str, str], other: bool) -> dict[str, str]:
+    """{name now: name wanted} of ConnectX-7 netdevs that sit on the wrong name, from {name: MAC}.
+
+    The cable always ends in the netdevs of one pair of MACs. ``other``: they carry the names of the cage
+    further from RJ45, as on a Spark whose cable sits there.
+    """
+    port = {0: 1, 1: 0} if other else {0: 0, 1: 1}
+    names = {(function.cage, function.half): function.netdev for function in FUNCTIONS}
+    wanted = {f"{0x10 + function.mac_offset:02x}": names[port[function.cage], function.half] for function in FUNCTIONS}
+    return {
+        name: wanted[address[-2:]]
+        for name, address in addresses.items()
+        if address.startswith(MAC_PREFIX) and wanted.get(address[-2:], name) != name
+    }
+
+
+def name_cages() -> None:
+    """Give the netdevs the names of the cage that holds the cable (fault switch ``other-cage``)."""
+    base = Path("/sys/class/net")
+    addresses = {
+        entry.name: (entry / "address").read_text(encoding="ascii").strip()
+        for entry in sorted(base.iterdir())
+        if (entry / "address").is_file()
+    }
+    renames = cage_names(addresses, fault("other-cage") is not None)
+    for name in renames:
+        point = Path("/sys/devices/virtual/net") / name
+        if is_mounted(point):
+            subprocess.run(["/bin/umount", "-l", str(point)], check=True)
+        passing = "lab-" + addresses[name][-2:]
+        subprocess.run(["/usr/sbin/ip", "link", "set", name, "down"], check=True)
+        subprocess.run(["/usr/sbin/ip", "link", "set", name, "name", passing], check=True)
+    for name, wanted in renames.items():
+        passing = "lab-" + addresses[name][-2:]
+        subprocess.run(["/usr/sbin/ip", "link", "set", passing, "name", wanted], check=True)
 
 
 def undressed() -> list[str]:
@@ -328,6 +386,10 @@ def clear() -> None:
 
 
 def dress_all() -> None:
+    try:
+        name_cages()
+    except (OSError, subprocess.CalledProcessError) as error:
+        print(f"cannot name the cages: {error}", flush=True)
     for name in undressed():
         # It may be gone again by now; the next event tells.
         try:
@@ -362,6 +424,7 @@ def place() -> None:
     bind(MOUNT / "infiniband", Path("/sys/class/infiniband"))
     bind(MOUNT / "pci", Path("/sys/bus/pci/devices"))
     bind(MOUNT / "meminfo", Path("/proc/meminfo"))
+    bind_class()
     dress_all()
     notify_ready()
     follow_links()

@@ -13,9 +13,7 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils import rails
 
 def _members(value: Any) -> list[Mapping[str, Any]]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise AnsibleFilterError(
-            "wanted a list of members, as the filter sparkfleet.serving.members makes it"
-        )
+        raise AnsibleFilterError("wanted a list of members, as the filter sparkfleet.serving.members makes it")
     return list(value)
 
 
@@ -31,9 +29,7 @@ def _by_replica(members: Any) -> list[list[Mapping[str, Any]]]:
     return [groups[name] for name in sorted(groups)]
 
 
-def rail_plan(
-    members: Any, probes: Mapping[str, Any], mtu: int = rails.RAIL_MTU
-) -> dict[str, list[dict[str, Any]]]:
+def rail_plan(members: Any, probes: Mapping[str, Any], mtu: int = rails.RAIL_MTU) -> dict[str, list[dict[str, Any]]]:
     """{node: [{rail, netdev, hca, pci, cage, address, ip, network, mtu, peers: [{name, rank, address}],
     peer_address}]} in rail order. Nodes that cannot be planned are left out; rail_refusals says why."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -51,56 +47,71 @@ def rail_refusals(members: Any, probes: Mapping[str, Any]) -> list[dict[str, Any
     return found
 
 
+def _same_wire(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    try:
+        return rails.interface(str(one.get("address"))).network == rails.interface(str(other.get("address"))).network
+    except rails.RailError:
+        return False
+
+
 def own_rails(members: Any, name: str) -> list[dict[str, Any]]:
     """The rails of the member `name` as the module rail_network takes them: [{address, netdev, peers:
-    [address]}].
-    An empty list of members is no rails; a list without `name` is an error."""
+    [address]}]. Peers are the members with a rail in the same subnet: all of them behind a switch, the neighbour
+    on a ring. An empty list of members is no rails; a list without `name` is an error."""
     rows = _members(members)
     if not rows:
         return []
     mine = next((row for row in rows if row.get("name") == name), None)
     if mine is None:
-        raise AnsibleFilterError(
-            f"{name} is not among the members " + ", ".join(str(row.get("name")) for row in rows)
-        )
+        raise AnsibleFilterError(f"{name} is not among the members " + ", ".join(str(row.get("name")) for row in rows))
     others = [row for row in rows if row.get("name") != name and row.get("replica") == mine.get("replica")]
     return [
         {
             "address": str(own.get("address") or ""),
             "netdev": str(own.get("netdev") or ""),
             "peers": [
-                str(row["rails"][number]["address"]).split("/")[0]
+                str(rail["address"]).split("/", maxsplit=1)[0]
                 for row in others
-                if number < len(row.get("rails") or [])
+                for rail in row.get("rails") or []
+                if _same_wire(own, rail)
             ],
         }
-        for number, own in enumerate(mine.get("rails") or [])
+        for own in mine.get("rails") or []
     ]
 
 
-def proof_rails(members: Any, name: str, peer: str = "") -> list[dict[str, str]]:
-    """The rails of `name` as the module link_proof takes them: [{address, netdev, peer}]; `peer` is the name
-    of the
-    member to send to, empty for the side that listens."""
+def proof_rails(members: Any, source: str, target: str, side: str = "measure") -> list[dict[str, str]]:
+    """The rails that `source` and `target` share, in the order of the source, as the module link_proof takes
+    them: [{address, netdev, peer}]. For `side` measure they are the source's with the target's addresses as
+    peers, for serve the target's without."""
     rows = {str(row.get("name")): row for row in _members(members)}
-    others = (rows[peer].get("rails") or []) if peer else []
+    shared = [
+        (own, other)
+        for own in rows[source].get("rails") or []
+        for other in rows[target].get("rails") or []
+        if _same_wire(own, other)
+    ]
     return [
         {
-            "address": str(own.get("address") or ""),
-            "netdev": str(own.get("netdev") or ""),
-            "peer": str(others[number]["address"]).split("/")[0] if number < len(others) else "",
+            "address": str(chosen.get("address") or ""),
+            "netdev": str(chosen.get("netdev") or ""),
+            "peer": str(other["address"]).split("/", maxsplit=1)[0] if side == "measure" else "",
         }
-        for number, own in enumerate(rows[name].get("rails") or [])
+        for own, other in shared
+        for chosen in ((own if side == "measure" else other),)
     ]
 
 
 def link_report(result: Mapping[str, Any], source: str, target: str) -> str:
     """Lines of at most 72 columns about a result of link_proof, with the recovery ladder where a rail is not
     healthy."""
-    if not result.get("measured"):
-        return f"{source} to {target}: not measured ({result.get('reason') or 'unknown'})"
     lines = []
+    if not result.get("measured"):
+        reason = f"{source} to {target}: not measured ({result.get('reason') or 'unknown'})"
+        lines = textwrap.wrap(reason, 72, subsequent_indent="  ")
     for row in result.get("rails") or []:
+        if row["verdict"] == "not_measured":
+            continue
         lines += textwrap.wrap(
             f"{source} to {target} on {row['netdev']} ({row['hca']}, GID {row['gid_index']}, path MTU "
             f"{row['active_mtu'] or 'unknown'}): {row['verdict']}, {row['reason']}",

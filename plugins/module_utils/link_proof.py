@@ -13,7 +13,7 @@ from __future__ import annotations
 import re
 import statistics
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 #: Gb/s of one half. NVIDIA's check-connectx-bandwidth passes from here (hosts.md 1.7).
@@ -41,8 +41,21 @@ LADDER = {
         "look at the output of ib_write_bw: no result row means that no data moved",
         "check the GID index, the address of the peer, and a firewall between the rails",
     ),
+    "small_mtu": (
+        "set fabric_mtu to 9000 and run the role fabric on both nodes: 9000 gives an RDMA MTU of 4096",
+        "if the interfaces show 9000 on both nodes, restart both: the RDMA device follows the link",
+        "behind a switch allow jumbo frames on these ports",
+    ),
     "not_measured": (),
 }
+#: Bytes of one message of the test; with QUEUE_PAIRS it bounds what a run may hold.
+MESSAGE_BYTES = 65536
+QUEUE_PAIRS = 4
+#: Seconds. Longer runs say nothing more and heat the node.
+LONGEST = 30
+#: Bytes that a node must have free before anything is measured. The test itself takes a few MiB; nccl-tests with
+#: their 16 GB buffers froze whole nodes (B14), and on one that is short even a small test is one too many.
+MEMORY_FLOOR = 4 * 1024**3
 
 
 @dataclass(frozen=True)
@@ -87,8 +100,37 @@ class Verdict:
         return {**asdict(self), "ladder": list(self.ladder)}
 
 
-def judge(figure: Figure | None, link: Mapping[str, Any], output: str = "") -> Verdict:
-    """healthy, stale_init, degraded or failed. `link` has speed (Mb/s), pci_link_speed and pci_link_width as
+def judge_mtu(active: int | None, wanted: int) -> Verdict | None:
+    """small_mtu when the RDMA path MTU (bytes) is known and below `wanted`; 0 does not ask."""
+    if active is None or active >= wanted:
+        return None
+    return Verdict("small_mtu", f"RDMA MTU {active} instead of {wanted}", LADDER["small_mtu"])
+
+
+def reason_not_to_measure(docker: Mapping[str, Any], available: int | None) -> str:
+    """Why this node may not be measured now, empty when it may. `docker` is the probe's subset, `available` is
+    MemAvailable in bytes (None: not known, which does not forbid)."""
+    if docker.get("present") and not docker.get("known"):
+        return f"what runs here is not known: Docker does not answer ({docker.get('reason')})"
+    busy = ("running", "paused", "restarting")
+    ranks = [
+        str(row["name"]) for row in docker.get("containers") or [] if row.get("owned") and row.get("state") in busy
+    ]
+    if ranks:
+        return f"ranks run ({', '.join(ranks)}): a test would take their bandwidth"
+    if available is not None and available < MEMORY_FLOOR:
+        return f"only {available / 2**30:.1f} GiB of memory are available"
+    return ""
+
+
+def judge(
+    figure: Figure | None,
+    link: Mapping[str, Any],
+    output: str = "",
+    active_mtu: int | None = None,
+    wanted_mtu: int = 0,
+) -> Verdict:
+    """healthy, small_mtu, stale_init, degraded or failed. `link` has speed (Mb/s), pci_link_speed and pci_link_width as
     the probe
     gives them: a figure in the stale band with a link that reads perfect is a bad initialization, not a bad
     cable."""
@@ -97,7 +139,8 @@ def judge(figure: Figure | None, link: Mapping[str, Any], output: str = "") -> V
         return Verdict("failed", f"no result row ({last[:120]})", LADDER["failed"])
     shown = f"{figure.average_gbps:.2f} Gb/s"
     if figure.average_gbps >= HEALTHY:
-        return Verdict("healthy", shown, ())
+        small = judge_mtu(active_mtu, wanted_mtu)
+        return replace(small, reason=f"{shown}, {small.reason}") if small else Verdict("healthy", shown, ())
     perfect = (
         link.get("speed") in (None, 200000)
         and (link.get("pci_link_width") in (None, 4))
@@ -112,8 +155,10 @@ def judge(figure: Figure | None, link: Mapping[str, Any], output: str = "") -> V
 
 
 def client_argv(hca: str, gid: int, port: int, seconds: int, peer: str = "") -> list[str]:
-    """ib_write_bw of one side; without a peer it is the server. Four queue pairs, as NVIDIA's helper
-    takes."""
+    """ib_write_bw of one side; without a peer it is the server. Four queue pairs, as NVIDIA's helper takes;
+    message size and time are bounded. Raises ValueError for a time outside 1 to LONGEST seconds."""
+    if not 1 <= int(seconds) <= LONGEST:
+        raise ValueError(f"{seconds} seconds: wanted 1 to {LONGEST}")
     argv = [
         "ib_write_bw",
         "-d",
@@ -127,5 +172,5 @@ def client_argv(hca: str, gid: int, port: int, seconds: int, peer: str = "") -> 
         "-F",
         "--report_gbits",
     ]
-    argv += ["-q", "4", "-D", str(int(seconds))]
+    argv += ["-s", str(MESSAGE_BYTES), "-q", str(QUEUE_PAIRS), "-D", str(int(seconds))]
     return [*argv, peer] if peer else argv

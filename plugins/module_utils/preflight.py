@@ -7,6 +7,7 @@ check id.
 
 from __future__ import annotations
 
+import ipaddress
 import json
 import re
 import textwrap
@@ -51,6 +52,7 @@ class Options:
     disk_needs: tuple[Mapping[str, Any], ...] = ()
     local_paths: tuple[str, ...] = ()
     takeover: bool = False
+    rdma_mtu: int = 4096
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Options:
@@ -139,9 +141,7 @@ def _kernel(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
     release, cmdline = str(kernel.get("release") or ""), str(kernel.get("cmdline") or "")
     memory = probe.get("memory") or {}
     picture = kho_picture(memory)
-    needs_off = (
-        any(re.match(pattern, release) for pattern in KHO_KERNELS) and "kho=off" not in cmdline.split()
-    )
+    needs_off = any(re.match(pattern, release) for pattern in KHO_KERNELS) and "kho=off" not in cmdline.split()
     if picture == "broken" or needs_off:
         cma = "CmaTotal {} kB, CmaFree {} kB".format(
             *(
@@ -174,14 +174,82 @@ def _kernel(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
                 node,
                 f"runs {release}, the next boot takes {ahead}",
                 "the kernel that is tested",
-                KHO_REMEDY
-                if bad
-                else "restart at a time of your choice, or set the GRUB default and hold it",
+                KHO_REMEDY if bad else "restart at a time of your choice, or set the GRUB default and hold it",
                 warnable=True,
                 level="fail" if bad else "warn",
             )
         )
     return found
+
+
+def _kernel_log(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
+    """PCIe and ConnectX-7 errors of this boot that were not corrected (B16)."""
+    log = probe.get("kernel_log") or {}
+    fatal, uncorrected = log.get("fatal") or 0, log.get("uncorrected") or 0
+    if not fatal and not uncorrected:
+        return []
+    first = next(iter(log.get("lines") or []), "")
+    return [
+        Refusal(
+            "pcie-errors",
+            node,
+            f"{fatal or uncorrected} kernel line{'s' * ((fatal or uncorrected) != 1)} of this boot: {first}",
+            "no uncorrected PCIe or ConnectX-7 error since the node started",
+            "stop the replica on all its nodes, restart this one (the recovery may hang: then hold the power "
+            "button), drain its power if it comes again; nvidia-bug-report.sh for support",
+            warnable=True,
+            level="fail" if fatal else "warn",
+        )
+    ]
+
+
+def rule_opens(rule: Mapping[str, Any], netdev: str, network: str) -> bool | None:
+    """What one ufw rule does to every packet from `network` on `netdev`: True lets them in, False does not,
+    None when it speaks of something else (another interface, one port, a part of the network)."""
+    target = str(rule["to"])
+    place = re.match(r"^Anywhere(?: on (\S+))?$", target)
+    if not place or place.group(1) not in (None, netdev):
+        return None
+    source = str(rule["source"])
+    if source != "Anywhere":
+        try:
+            if not ipaddress.ip_network(network).subnet_of(ipaddress.ip_network(source)):  # type: ignore[arg-type]
+                return None
+        except (TypeError, ValueError):
+            return None
+    return rule["action"] == "ALLOW"
+
+
+def _firewall(node: str, plan: Sequence[rails.RailPlan], probe: Mapping[str, Any]) -> list[Refusal]:
+    """ufw between the rails: ranks meet on a known port and then talk on ports that nobody knows before (B15).
+
+    The node's own subnet is what is asked for, so that a rank that connects to its own address gets through too.
+    """
+    wall = probe.get("firewall") or {}
+    if not wall.get("active") or str(wall.get("default_input") or "DROP") == "ACCEPT":
+        return []
+    rules = wall.get("rules")
+    closed = []
+    for item in plan:
+        answers = (rule_opens(rule, item.netdev, item.network) for rule in rules or [])
+        if next((answer for answer in answers if answer is not None), False) is False:
+            closed.append(item)
+    if not closed:
+        return []
+    names = ", ".join(item.netdev for item in closed)
+    return [
+        Refusal(
+            "firewall",
+            node,
+            f"ufw is active; its rules could not be read (rails {names})"
+            if rules is None
+            else f"ufw is active and does not let the ranks through on {names}",
+            "all ports open between the ranks, on the rails only: the ranks choose ports while they run",
+            "; ".join(f"ufw allow in on {item.netdev} from {item.network}" for item in closed),
+            warnable=True,
+            level="warn" if rules is None else "fail",
+        )
+    ]
 
 
 def _privilege(node: str, probe: Mapping[str, Any], sudo_message: str) -> list[Refusal]:
@@ -461,6 +529,20 @@ def _rails(
             )
         here = [str(entry["cidr"]) for entry in row.get("addresses") or [] if entry.get("family") == "inet"]
         right = right and here == [item.address]
+        active = (rdma.get(str(item.hca)) or {}).get("active_mtu")
+        # Before the rails are applied the MTU is not what it will be.
+        configured = row.get("mtu") == item.mtu and here == [item.address]
+        if configured and active is not None and active < options.rdma_mtu:
+            found.append(
+                Refusal(
+                    "rdma-mtu",
+                    node,
+                    f"{item.hca} has an active RDMA MTU of {active} at MTU {item.mtu} of {item.netdev}",
+                    f"{options.rdma_mtu}: small packets cost bandwidth and time",
+                    "fabric_mtu: 9000 on every node; if it is, restart the node",
+                    warnable=True,
+                )
+            )
         files = [
             str(entry["path"])
             for kind in ("files", "networkmanager", "networkd")
@@ -468,9 +550,7 @@ def _rails(
             if not entry.get("owned") and item.netdev in (entry.get("netdevs") or [])
         ]
         made = (netplan.get("generated") or {}).get(item.netdev) or {}
-        same = (
-            made.get("addresses") == [item.address] and made.get("mtu") == item.mtu and here == [item.address]
-        )
+        same = made.get("addresses") == [item.address] and made.get("mtu") == item.mtu and here == [item.address]
         if files and not same and not options.takeover:
             found.append(
                 Refusal(
@@ -483,9 +563,7 @@ def _rails(
             )
     if right and plan and all(item.hca and (rdma.get(item.hca) or {}).get("gids") for item in plan):
         try:
-            rails.one_gid_index(
-                [rails.choose_gid(rdma, str(item.hca), item.netdev, item.ip) for item in plan]
-            )
+            rails.one_gid_index([rails.choose_gid(rdma, str(item.hca), item.netdev, item.ip) for item in plan])
         except rails.RailError as error:
             found.append(
                 Refusal(
@@ -511,8 +589,10 @@ def node_refusals(
     return [
         *_privilege(node, probe, sudo_message),
         *_kernel(node, probe),
+        *_kernel_log(node, probe),
         *_machine(node, probe, options),
         *_rails(member, plan, probe, options),
+        *_firewall(node, plan, probe),
         *_docker(node, probe, options),
         *_ports(node, probe, options),
         *_killers(node, probe),
@@ -638,9 +718,7 @@ def soften(found: Iterable[Refusal], warn: Sequence[str]) -> list[Refusal]:
         else:
             rows.append(replace(item, remedy=f"{item.remedy} (preflight_warn does not soften this one)"))
     unique = list(dict.fromkeys(rows))
-    return sorted(
-        unique, key=lambda item: (item.level != "fail", item.check != "sudo", item.node, item.check)
-    )
+    return sorted(unique, key=lambda item: (item.level != "fail", item.check != "sudo", item.node, item.check))
 
 
 def table(rows: Sequence[Refusal], width: int = 72) -> str:
@@ -649,8 +727,7 @@ def table(rows: Sequence[Refusal], width: int = 72) -> str:
         return "preflight: nothing speaks against it"
     fails = sum(item.level == "fail" for item in rows)
     lines = [
-        f"preflight: {fails} refusal{'s' * (fails != 1)}, {len(rows) - fails} "
-        f"warning{'s' * (len(rows) - fails != 1)}"
+        f"preflight: {fails} refusal{'s' * (fails != 1)}, {len(rows) - fails} warning{'s' * (len(rows) - fails != 1)}"
     ]
     rule = "-" * width
     lines.append(rule)
@@ -662,9 +739,7 @@ def table(rows: Sequence[Refusal], width: int = 72) -> str:
             parts.append(("or", f"preflight_warn: [{item.check}] makes it a warning"))
         for label, text in parts:
             clean = "".join(char if char.isprintable() else " " for char in text)
-            lines += textwrap.wrap(
-                f"{label:>7}  {clean}", width, initial_indent="  ", subsequent_indent=" " * 11
-            )
+            lines += textwrap.wrap(f"{label:>7}  {clean}", width, initial_indent="  ", subsequent_indent=" " * 11)
     lines.append(rule)
     return "\n".join(lines)
 

@@ -11,9 +11,8 @@ description:
   - Runs a bounded C(ib_write_bw) on each rail and says what its figure means. Start O(side=serve) on one
     node, then
     O(side=measure) on the other.
-  - Without perftest nothing is measured, and the result says so. While ranks of this collection run nothing
-    is measured
-    either - the test would take their bandwidth.
+  - Without perftest nothing is measured, and the result says so; the RDMA MTU is read all the same. While
+    ranks of this collection run, or with less than 4 GiB available, nothing is measured either.
 author:
   - The sparkfleet founders (@sparkfleet)
 options:
@@ -45,9 +44,13 @@ options:
     type: int
     default: 12000
   seconds:
-    description: How long each rail is measured.
+    description: How long each rail is measured, 1 to 30.
     type: int
     default: 5
+  mtu:
+    description: RDMA path MTU in bytes that every rail must have. V(0) does not ask.
+    type: int
+    default: 4096
 attributes:
   check_mode:
     description: Nothing is measured in check mode.
@@ -77,7 +80,7 @@ reason:
 rails:
   description: "One row a rail: netdev, hca, gid_index, active_mtu, average_gbps, peak_gbps, sent_bytes
     (counted by the
-    device), verdict (healthy, stale_init, degraded or failed), reason, ladder."
+    device), verdict (healthy, stale_init, degraded, failed, small_mtu or not_measured), reason, ladder."
   type: list
   elements: dict
   returned: side measure
@@ -91,8 +94,14 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils import rails as rail
-from ..module_utils.link_proof import client_argv, judge, parse_ib_write_bw
-from ..module_utils.probe import docker, net, services
+from ..module_utils.link_proof import (
+    client_argv,
+    judge,
+    judge_mtu,
+    parse_ib_write_bw,
+    reason_not_to_measure,
+)
+from ..module_utils.probe import docker, memory, net, services
 from ..module_utils.probe.reader import Reader
 
 UNIT = "sparkfleet-link-proof"
@@ -121,6 +130,7 @@ def found_rails(reader: Reader, wanted: list[dict[str, Any]]) -> list[dict[str, 
                 "hca": link["hca"],
                 "gid_index": choice.index,
                 "link": link,
+                "active_mtu": probe["rdma"][link["hca"]]["active_mtu"],
                 "peer": one["peer"],
             }
         )
@@ -128,11 +138,7 @@ def found_rails(reader: Reader, wanted: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def listening(reader: Reader, port: int) -> bool:
-    rows = [
-        row
-        for name in ("tcp", "tcp6")
-        for row in services.parse_proc_tcp(reader.text(f"/proc/net/{name}") or "")
-    ]
+    rows = [row for name in ("tcp", "tcp6") for row in services.parse_proc_tcp(reader.text(f"/proc/net/{name}") or "")]
     return any(row["port"] == port for row in rows)
 
 
@@ -156,9 +162,7 @@ def serve(module: AnsibleModule, reader: Reader, rows: list[dict[str, Any]]) -> 
             ]
         )
         if not started.ok:
-            module.fail_json(
-                msg=f"{socket.gethostname()}: cannot start ib_write_bw: {started.stderr.strip()}"
-            )
+            module.fail_json(msg=f"{socket.gethostname()}: cannot start ib_write_bw: {started.stderr.strip()}")
         for _attempt in range(50):
             if listening(reader, port):
                 break
@@ -184,15 +188,16 @@ def measure(module: AnsibleModule, reader: Reader, rows: list[dict[str, Any]]) -
         after = reader.integer(counter)
         figure = parse_ib_write_bw(answer.stdout)
         output = "did not end in time" if answer.timed_out else f"{answer.stdout}\n{answer.stderr}"
-        verdict = judge(figure, row["link"], output)
-        mtu = re.search(r"^\s*Mtu\s*:\s*(\d+)", answer.stdout, re.M)
+        shown = re.search(r"^\s*Mtu\s*:\s*(\d+)", answer.stdout, re.M)
+        mtu = int(shown.group(1)) if shown else row["active_mtu"]
+        verdict = judge(figure, row["link"], output, mtu, module.params["mtu"])
         found.append(
             {
                 "netdev": row["netdev"],
                 "hca": row["hca"],
                 "gid_index": row["gid_index"],
                 "peer": row["peer"],
-                "active_mtu": int(mtu.group(1)) if mtu else None,
+                "active_mtu": mtu,
                 "average_gbps": figure.average_gbps if figure else None,
                 "peak_gbps": figure.peak_gbps if figure else None,
                 # The counter counts words of four bytes.
@@ -201,6 +206,29 @@ def measure(module: AnsibleModule, reader: Reader, rows: list[dict[str, Any]]) -
             }
         )
     module.exit_json(changed=False, measured=True, reason="", rails=found)
+
+
+def unmeasured(module: AnsibleModule, reader: Reader, reason: str) -> None:
+    """The rails with what is known without a test: their RDMA MTU."""
+    rows = []
+    if module.params["side"] == "measure":
+        try:
+            found = found_rails(reader, module.params["rails"])
+        except rail.RailError as error:
+            found, reason = [], f"{reason}; {error}"
+        for row in found:
+            small = judge_mtu(row["active_mtu"], module.params["mtu"])
+            judged = small.as_dict() if small else {"verdict": "not_measured", "reason": reason, "ladder": []}
+            rows.append(
+                {
+                    **{key: row[key] for key in ("netdev", "hca", "gid_index", "active_mtu", "peer")},
+                    "average_gbps": None,
+                    "peak_gbps": None,
+                    "sent_bytes": None,
+                    **judged,
+                }
+            )
+    module.exit_json(changed=False, measured=False, reason=reason, rails=rows)
 
 
 def main() -> None:
@@ -215,21 +243,22 @@ def main() -> None:
             "rails": {"type": "list", "elements": "dict", "options": suboptions, "required": True},
             "port": {"type": "int", "default": 12000},
             "seconds": {"type": "int", "default": 5},
+            "mtu": {"type": "int", "default": 4096},
         },
         supports_check_mode=True,
     )
+    try:
+        client_argv("", 0, 0, module.params["seconds"])
+    except ValueError as error:
+        module.fail_json(msg=str(error))
     reader = Reader()
-    reason = ""
     if module.check_mode:
-        reason = "check mode"
-    elif reader.run(["ib_write_bw", "--version"]).absent:
-        reason = "perftest is not installed"
-    else:
-        state = docker.read(reader)
-        if any(row["owned"] and row["state"] == "running" for row in state["containers"]):
-            reason = "ranks run"
+        module.exit_json(changed=False, measured=False, reason="check mode", rails=[])
+    if reader.run(["ib_write_bw", "--version"]).absent:
+        unmeasured(module, reader, "perftest is not installed")
+    reason = reason_not_to_measure(docker.read(reader), memory.read(reader)["available_bytes"])
     if reason:
-        module.exit_json(changed=False, measured=False, reason=reason, rails=[])
+        unmeasured(module, reader, reason)
     try:
         rows = found_rails(reader, module.params["rails"])
     except rail.RailError as error:

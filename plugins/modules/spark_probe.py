@@ -17,9 +17,9 @@ author:
 options:
   gather_subset:
     description:
-      - What to read. V(all), V(min) (os, kernel, privilege), or any of os, kernel, memory, net, rdma,
-        netplan, docker,
-        gpu, clocks, disk, systemd (alias services), listeners, packages, privilege. V(!name) leaves one out.
+      - What to read. V(all), V(min) (os, kernel, privilege), or any of os, kernel, kernel_log, memory, net,
+        rdma, netplan, firewall, docker, gpu, clocks, disk, systemd (alias services), listeners, packages,
+        privilege. V(!name) leaves one out.
     type: list
     elements: str
     default: [all]
@@ -105,6 +105,15 @@ probe:
         page_size, kexec_crash_size."
       type: dict
       returned: subset kernel
+    kernel_log:
+      description: "Of this boot: known, fatal and uncorrected (numbers of lines about PCIe and ConnectX-7), lines
+        (the first few of the worst)."
+      type: dict
+      returned: subset kernel_log
+    firewall:
+      description: "ufw: installed, enabled, active, default_input, rules (to, action, source; none without root)."
+      type: dict
+      returned: subset firewall
     os: {description: "arch, id, version_id, dgx_release, dgx, vendor, product, bios_version, hostname.",
       type: dict, returned: subset os}
     docker:
@@ -152,9 +161,7 @@ def main() -> None:
     except ValueError as error:
         module.fail_json(msg=str(error))
     reader = Reader(root=module.params["root"], timeout=module.params["timeout"])
-    module.exit_json(
-        changed=False, probe=gather(reader, module.params["gather_subset"], module.params["paths"])
-    )
+    module.exit_json(changed=False, probe=gather(reader, module.params["gather_subset"], module.params["paths"]))
 
 
 if __name__ == "__main__":

@@ -6,17 +6,19 @@ import time
 from collections.abc import Iterable
 from typing import Any
 
-from . import docker, gpu, kernel, memory, net, netplan, services, storage, system
+from . import docker, firewall, gpu, kernel, kernel_log, memory, net, netplan, services, storage, system
 from .reader import Reader
 
 SCHEMA = 1
 SUBSETS = (
     "os",
     "kernel",
+    "kernel_log",
     "memory",
     "net",
     "rdma",
     "netplan",
+    "firewall",
     "docker",
     "gpu",
     "clocks",
@@ -46,9 +48,7 @@ def resolve(wanted: Iterable[str]) -> list[str]:
         names = set(SUBSETS) if name == "all" else {"os", "kernel", "privilege"} if name == "min" else {name}
         unknown = names - set(SUBSETS)
         if unknown:
-            raise ValueError(
-                "unknown subset {!r}; known: {}".format(raw, ", ".join((*SUBSETS, "all", "min")))
-            )
+            raise ValueError("unknown subset {!r}; known: {}".format(raw, ", ".join((*SUBSETS, "all", "min"))))
         if raw.startswith("!"):
             dropped |= names
         else:
@@ -73,6 +73,8 @@ def gather(reader: Reader, wanted: Iterable[str] = ("all",), paths: Iterable[str
     simple = {
         "os": system.read_os,
         "kernel": kernel.read,
+        "kernel_log": kernel_log.read,
+        "firewall": firewall.read,
         "memory": memory.read,
         "docker": docker.read,
         "gpu": gpu.read,

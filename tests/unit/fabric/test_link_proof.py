@@ -83,6 +83,44 @@ def test_the_ladder_never_resets_pci() -> None:
 def test_the_test_is_bounded_and_small() -> None:
     argv = link_proof.client_argv("rocep1s0f0", 3, 12000, 5, "10.77.0.2")
     assert argv[argv.index("-D") + 1] == "5"
-    assert "-s" not in argv  # 64 KiB messages, the default: nothing like the 16 GB buffers of nccl-tests
+    # Nothing like the 16 GB buffers of nccl-tests, which took 32 GB of a node: less than a MiB in flight.
+    assert int(argv[argv.index("-s") + 1]) * int(argv[argv.index("-q") + 1]) <= 2**20
     assert argv[-1] == "10.77.0.2"
     assert link_proof.client_argv("rocep1s0f0", 3, 12000, 5)[-1] == "5"
+    for seconds in (0, -1, 31, 3600):
+        with pytest.raises(ValueError, match="wanted 1 to 30"):
+            link_proof.client_argv("rocep1s0f0", 3, 12000, seconds)
+
+
+@field("B14")
+def test_a_node_that_serves_or_is_short_of_memory_is_not_measured() -> None:
+    def docker(**over: object) -> dict[str, object]:
+        return {"present": True, "known": True, "containers": [], **over}
+
+    def rank(state: str, owned: bool = True) -> list[dict[str, object]]:
+        return [{"name": "dsv41", "owned": owned, "state": state}]
+
+    reason = link_proof.reason_not_to_measure
+    assert reason(docker(), 100 * 2**30) == ""
+    assert reason({"present": False, "known": False, "containers": []}, None) == ""
+    for state in ("running", "paused", "restarting"):
+        assert reason(docker(containers=rank(state)), None).startswith("ranks run (dsv41)")
+    assert reason(docker(containers=rank("exited")), None) == ""
+    assert reason(docker(containers=rank("running", owned=False)), None) == ""
+    assert "not known" in reason({"present": True, "known": False, "reason": "timeout"}, None)
+    assert reason(docker(), 3 * 2**30) == "only 3.0 GiB of memory are available"
+
+
+@field("B10")
+def test_the_rdma_mtu_is_part_of_the_verdict() -> None:
+    found = figure("bw-ib_write_bw-half0-92.57-run_infinitely.txt")
+    assert judge(found, GOOD, active_mtu=4096, wanted_mtu=4096).verdict == "healthy"
+    small = judge(found, GOOD, active_mtu=1024, wanted_mtu=4096)
+    assert (small.verdict, small.reason) == ("small_mtu", "92.57 Gb/s, RDMA MTU 1024 instead of 4096")
+    assert "fabric_mtu to 9000" in small.ladder[0]
+    assert judge(found, GOOD, active_mtu=1024, wanted_mtu=0).verdict == "healthy"
+    assert judge(found, GOOD, active_mtu=None, wanted_mtu=4096).verdict == "healthy"
+    # A rail that moves too little has a worse name than a small MTU.
+    assert judge(Figure(13.0, 13.0, 1), GOOD, active_mtu=1024, wanted_mtu=4096).verdict == "stale_init"
+    assert link_proof.judge_mtu(1024, 4096) is not None
+    assert link_proof.judge_mtu(4096, 4096) is None

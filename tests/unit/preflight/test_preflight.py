@@ -321,6 +321,69 @@ def test_mixed_gid_indexes_once_the_addresses_are_there() -> None:
     assert "hca-0000-p0 has 3" in mine[0].found and "hca-0002-p0 has 4" in mine[0].found
 
 
+@field("B15")
+def test_a_firewall_that_keeps_the_ranks_apart_is_refused_with_the_rules_that_open_it() -> None:
+    def wall(*rules: tuple[str, str, str], **over: Any) -> dict[str, Any]:
+        rows = [{"to": to, "action": action, "source": source} for to, action, source in rules]
+        return {"installed": True, "active": True, "default_input": "DROP", "rules": rows, **over}
+
+    def refused(firewall: dict[str, Any]) -> list[preflight.Refusal]:
+        return judge(pair(), {"spark-1": node(firewall=firewall), "spark-2": node()}, OPTIONS)
+
+    ssh = ("22/tcp", "ALLOW", "Anywhere")
+    first = refused(wall(ssh))
+    assert [(row.check, row.node, row.level) for row in first] == [("firewall", "spark-1", "fail")]
+    assert first[0].remedy == (
+        "ufw allow in on enp1s0f0np0 from 10.77.0.0/30; ufw allow in on enP2p1s0f0np0 from 10.77.1.0/30"
+    )
+    half = ("Anywhere on enp1s0f0np0", "ALLOW", "10.77.0.0/30")
+    assert refused(wall(ssh, half))[0].remedy == "ufw allow in on enP2p1s0f0np0 from 10.77.1.0/30"
+    other = ("Anywhere on enP2p1s0f0np0", "ALLOW", "10.77.0.0/16")
+    assert refused(wall(ssh, half, other)) == []
+    # The first rule that speaks of the rail decides, as in ufw.
+    assert len(refused(wall(("Anywhere on enp1s0f0np0", "DENY", "Anywhere"), half, other))) == 1
+    assert refused(wall(("Anywhere", "ALLOW", "10.77.0.0/16"))) == []
+    # One node of the rail is not the rail, and a port is not all ports.
+    assert len(refused(wall(("Anywhere on enp1s0f0np0", "ALLOW", "10.77.0.2"), other))) == 1
+    assert refused(wall(ssh, active=False)) == []
+    assert refused(wall(ssh, default_input="ACCEPT")) == []
+    assert [row.level for row in refused(wall(rules=None))] == ["warn"]
+    softened = Options(warn=("firewall",))
+    assert found(softened, firewall=wall(ssh)) == {"firewall": "warn"}
+
+
+@field("B16")
+def test_pcie_errors_of_this_boot() -> None:
+    line = "pcieport 0000:00:00.0: AER: Uncorrectable (Fatal) error message received from 0000:00:00.0"
+    log = {"known": True, "fatal": 2, "uncorrected": 1, "lines": [line]}
+    rows = judge(pair(), {"spark-1": node(kernel_log=log), "spark-2": node()}, OPTIONS)
+    assert [(row.check, row.node, row.level, row.warnable) for row in rows] == [
+        ("pcie-errors", "spark-1", "fail", True)
+    ]
+    assert line in rows[0].found and rows[0].found.startswith("2 kernel lines")
+    assert "on all its nodes" in rows[0].remedy
+    assert found(kernel_log={"known": True, "fatal": 0, "uncorrected": 1, "lines": ["x"]}) == {
+        "pcie-errors": "warn"
+    }
+    assert found(kernel_log={"known": True, "fatal": 0, "uncorrected": 0, "lines": []}) == {}
+
+
+@field("B10")
+def test_the_rdma_mtu_is_judged_once_the_rail_is_what_it_should_be() -> None:
+    net = halves()
+    net["enp1s0f0np0"]["addresses"] = [{"cidr": "10.77.0.1/30", "family": "inet"}]
+    small = {"hca-0000-p0": {"fw_ver": "28.45.4028", "active_mtu": 1024, "gids": []}}
+
+    def rows(options: Options = OPTIONS) -> list[preflight.Refusal]:
+        return judge(pair(), {"spark-1": node(net=net, rdma=small), "spark-2": node()}, options)
+
+    assert [(row.check, row.node, row.level) for row in rows()] == [("rdma-mtu", "spark-1", "fail")]
+    assert rows(Options(rdma_mtu=0)) == []
+    assert [row.level for row in rows(Options(warn=("rdma-mtu",)))] == ["warn"]
+    net["enp1s0f0np0"]["mtu"] = 1500
+    assert rows() == []  # the role fabric sets it, then it is judged
+
+
 @field("B87")
 def test_sudo_comes_first() -> None:
     rows = judge(
