@@ -80,7 +80,9 @@ def claims(ledger: Path = LEDGER) -> list[tuple[int, int, str]]:
 
 def read_network() -> dict[str, NetState]:
     """Live state of this node's interfaces by name, from netlink."""
-    raw = subprocess.run(["/usr/sbin/ip", "-j", "-s", "addr"], check=True, capture_output=True, text=True).stdout
+    raw = subprocess.run(
+        ["/usr/sbin/ip", "-j", "-s", "addr"], check=True, capture_output=True, text=True
+    ).stdout
     return {link["ifname"]: link for link in json.loads(raw) if "ifname" in link}
 
 
@@ -343,7 +345,10 @@ def cage_names(addresses: dict[str, str], other: bool) -> dict[str, str]:
     """
     port = {0: 1, 1: 0} if other else {0: 0, 1: 1}
     names = {(function.cage, function.half): function.netdev for function in FUNCTIONS}
-    wanted = {f"{0x10 + function.mac_offset:02x}": names[port[function.cage], function.half] for function in FUNCTIONS}
+    wanted = {
+        f"{0x10 + function.mac_offset:02x}": names[port[function.cage], function.half]
+        for function in FUNCTIONS
+    }
     return {
         name: wanted[address[-2:]]
         for name, address in addresses.items()

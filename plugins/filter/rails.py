@@ -13,7 +13,9 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils import rails
 
 def _members(value: Any) -> list[Mapping[str, Any]]:
     if isinstance(value, (str, bytes, Mapping)) or not isinstance(value, Iterable):
-        raise AnsibleFilterError("wanted a list of members, as the filter sparkfleet.serving.members makes it")
+        raise AnsibleFilterError(
+            "wanted a list of members, as the filter sparkfleet.serving.members makes it"
+        )
     return list(value)
 
 
@@ -29,7 +31,9 @@ def _by_replica(members: Any) -> list[list[Mapping[str, Any]]]:
     return [groups[name] for name in sorted(groups)]
 
 
-def rail_plan(members: Any, probes: Mapping[str, Any], mtu: int = rails.RAIL_MTU) -> dict[str, list[dict[str, Any]]]:
+def rail_plan(
+    members: Any, probes: Mapping[str, Any], mtu: int = rails.RAIL_MTU
+) -> dict[str, list[dict[str, Any]]]:
     """{node: [{rail, netdev, hca, pci, cage, address, ip, network, mtu, peers: [{name, rank, address}],
     peer_address}]} in rail order. Nodes that cannot be planned are left out; rail_refusals says why."""
     found: dict[str, list[dict[str, Any]]] = {}
@@ -49,7 +53,10 @@ def rail_refusals(members: Any, probes: Mapping[str, Any]) -> list[dict[str, Any
 
 def _same_wire(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     try:
-        return rails.interface(str(one.get("address"))).network == rails.interface(str(other.get("address"))).network
+        return (
+            rails.interface(str(one.get("address"))).network
+            == rails.interface(str(other.get("address"))).network
+        )
     except rails.RailError:
         return False
 
@@ -63,7 +70,9 @@ def own_rails(members: Any, name: str) -> list[dict[str, Any]]:
         return []
     mine = next((row for row in rows if row.get("name") == name), None)
     if mine is None:
-        raise AnsibleFilterError(f"{name} is not among the members " + ", ".join(str(row.get("name")) for row in rows))
+        raise AnsibleFilterError(
+            f"{name} is not among the members " + ", ".join(str(row.get("name")) for row in rows)
+        )
     others = [row for row in rows if row.get("name") != name and row.get("replica") == mine.get("replica")]
     return [
         {

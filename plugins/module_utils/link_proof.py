@@ -114,7 +114,9 @@ def reason_not_to_measure(docker: Mapping[str, Any], available: int | None) -> s
         return f"what runs here is not known: Docker does not answer ({docker.get('reason')})"
     busy = ("running", "paused", "restarting")
     ranks = [
-        str(row["name"]) for row in docker.get("containers") or [] if row.get("owned") and row.get("state") in busy
+        str(row["name"])
+        for row in docker.get("containers") or []
+        if row.get("owned") and row.get("state") in busy
     ]
     if ranks:
         return f"ranks run ({', '.join(ranks)}): a test would take their bandwidth"

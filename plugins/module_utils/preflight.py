@@ -141,7 +141,9 @@ def _kernel(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
     release, cmdline = str(kernel.get("release") or ""), str(kernel.get("cmdline") or "")
     memory = probe.get("memory") or {}
     picture = kho_picture(memory)
-    needs_off = any(re.match(pattern, release) for pattern in KHO_KERNELS) and "kho=off" not in cmdline.split()
+    needs_off = (
+        any(re.match(pattern, release) for pattern in KHO_KERNELS) and "kho=off" not in cmdline.split()
+    )
     if picture == "broken" or needs_off:
         cma = "CmaTotal {} kB, CmaFree {} kB".format(
             *(
@@ -174,7 +176,9 @@ def _kernel(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
                 node,
                 f"runs {release}, the next boot takes {ahead}",
                 "the kernel that is tested",
-                KHO_REMEDY if bad else "restart at a time of your choice, or set the GRUB default and hold it",
+                KHO_REMEDY
+                if bad
+                else "restart at a time of your choice, or set the GRUB default and hold it",
                 warnable=True,
                 level="fail" if bad else "warn",
             )
@@ -550,7 +554,9 @@ def _rails(
             if not entry.get("owned") and item.netdev in (entry.get("netdevs") or [])
         ]
         made = (netplan.get("generated") or {}).get(item.netdev) or {}
-        same = made.get("addresses") == [item.address] and made.get("mtu") == item.mtu and here == [item.address]
+        same = (
+            made.get("addresses") == [item.address] and made.get("mtu") == item.mtu and here == [item.address]
+        )
         if files and not same and not options.takeover:
             found.append(
                 Refusal(
@@ -563,7 +569,9 @@ def _rails(
             )
     if right and plan and all(item.hca and (rdma.get(item.hca) or {}).get("gids") for item in plan):
         try:
-            rails.one_gid_index([rails.choose_gid(rdma, str(item.hca), item.netdev, item.ip) for item in plan])
+            rails.one_gid_index(
+                [rails.choose_gid(rdma, str(item.hca), item.netdev, item.ip) for item in plan]
+            )
         except rails.RailError as error:
             found.append(
                 Refusal(
@@ -718,7 +726,9 @@ def soften(found: Iterable[Refusal], warn: Sequence[str]) -> list[Refusal]:
         else:
             rows.append(replace(item, remedy=f"{item.remedy} (preflight_warn does not soften this one)"))
     unique = list(dict.fromkeys(rows))
-    return sorted(unique, key=lambda item: (item.level != "fail", item.check != "sudo", item.node, item.check))
+    return sorted(
+        unique, key=lambda item: (item.level != "fail", item.check != "sudo", item.node, item.check)
+    )
 
 
 def table(rows: Sequence[Refusal], width: int = 72) -> str:
@@ -739,7 +749,9 @@ def table(rows: Sequence[Refusal], width: int = 72) -> str:
             parts.append(("or", f"preflight_warn: [{item.check}] makes it a warning"))
         for label, text in parts:
             clean = "".join(char if char.isprintable() else " " for char in text)
-            lines += textwrap.wrap(f"{label:>7}  {clean}", width, initial_indent="  ", subsequent_indent=" " * 11)
+            lines += textwrap.wrap(
+                f"{label:>7}  {clean}", width, initial_indent="  ", subsequent_indent=" " * 11
+            )
     lines.append(rule)
     return "\n".join(lines)
 

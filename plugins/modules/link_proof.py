@@ -138,7 +138,11 @@ def found_rails(reader: Reader, wanted: list[dict[str, Any]]) -> list[dict[str, 
 
 
 def listening(reader: Reader, port: int) -> bool:
-    rows = [row for name in ("tcp", "tcp6") for row in services.parse_proc_tcp(reader.text(f"/proc/net/{name}") or "")]
+    rows = [
+        row
+        for name in ("tcp", "tcp6")
+        for row in services.parse_proc_tcp(reader.text(f"/proc/net/{name}") or "")
+    ]
     return any(row["port"] == port for row in rows)
 
 
@@ -162,7 +166,9 @@ def serve(module: AnsibleModule, reader: Reader, rows: list[dict[str, Any]]) -> 
             ]
         )
         if not started.ok:
-            module.fail_json(msg=f"{socket.gethostname()}: cannot start ib_write_bw: {started.stderr.strip()}")
+            module.fail_json(
+                msg=f"{socket.gethostname()}: cannot start ib_write_bw: {started.stderr.strip()}"
+            )
         for _attempt in range(50):
             if listening(reader, port):
                 break

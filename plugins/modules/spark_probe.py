@@ -161,7 +161,9 @@ def main() -> None:
     except ValueError as error:
         module.fail_json(msg=str(error))
     reader = Reader(root=module.params["root"], timeout=module.params["timeout"])
-    module.exit_json(changed=False, probe=gather(reader, module.params["gather_subset"], module.params["paths"]))
+    module.exit_json(
+        changed=False, probe=gather(reader, module.params["gather_subset"], module.params["paths"])
+    )
 
 
 if __name__ == "__main__":

@@ -48,7 +48,9 @@ def resolve(wanted: Iterable[str]) -> list[str]:
         names = set(SUBSETS) if name == "all" else {"os", "kernel", "privilege"} if name == "min" else {name}
         unknown = names - set(SUBSETS)
         if unknown:
-            raise ValueError("unknown subset {!r}; known: {}".format(raw, ", ".join((*SUBSETS, "all", "min"))))
+            raise ValueError(
+                "unknown subset {!r}; known: {}".format(raw, ", ".join((*SUBSETS, "all", "min")))
+            )
         if raw.startswith("!"):
             dropped |= names
         else:

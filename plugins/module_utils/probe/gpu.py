@@ -91,9 +91,13 @@ def read(reader: Reader) -> dict[str, Any]:
     if row is None:
         # "No devices were found" comes with exit code 6 on one box and 0 on another: only a row counts.
         found["reason"] = (answer.stdout or answer.stderr).strip().splitlines()[:1]
-        found["reason"] = found["reason"][0] if found["reason"] else f"nvidia-smi ended with {answer.rc} and no row"
+        found["reason"] = (
+            found["reason"][0] if found["reason"] else f"nvidia-smi ended with {answer.rc} and no row"
+        )
         return found
-    apps = reader.run(["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"])
+    apps = reader.run(
+        ["nvidia-smi", "--query-compute-apps=pid,process_name,used_memory", "--format=csv,noheader"]
+    )
     found.update(
         present=True,
         known=True,

@@ -25,11 +25,15 @@ def parse_grub(text: str, chosen: str = "") -> dict[str, str] | None:
             continue
         load = re.match(r"^\s*linux(?:efi|16)?\s+(\S*vmlinu[xz]-(\S+))\s*(.*)$", line)
         if load:
-            entries.append({"title": title, "id": ident, "release": load.group(2), "cmdline": load.group(3).strip()})
+            entries.append(
+                {"title": title, "id": ident, "release": load.group(2), "cmdline": load.group(3).strip()}
+            )
     if not entries:
         return None
     wanted = chosen.rsplit(">", maxsplit=1)[-1]
-    best = next((entry for entry in entries if wanted and wanted in (entry["title"], entry["id"])), entries[0])
+    best = next(
+        (entry for entry in entries if wanted and wanted in (entry["title"], entry["id"])), entries[0]
+    )
     return {"release": best["release"], "cmdline": best["cmdline"]}
 
 

@@ -30,7 +30,9 @@ UNCORRECTED = re.compile(r"(?:AER|PCIe Bus Error).*Uncorrect\w* \(Non-Fatal\)|Un
 def parse(text: str) -> dict[str, Any]:
     """{fatal, uncorrected: number of lines; lines: the first few of the worst kind} of a kernel log."""
     fatal = [line.strip() for line in text.splitlines() if FATAL.search(line)]
-    uncorrected = [line.strip() for line in text.splitlines() if UNCORRECTED.search(line) and not FATAL.search(line)]
+    uncorrected = [
+        line.strip() for line in text.splitlines() if UNCORRECTED.search(line) and not FATAL.search(line)
+    ]
     return {
         "fatal": len(fatal),
         "uncorrected": len(uncorrected),
@@ -40,7 +42,9 @@ def parse(text: str) -> dict[str, Any]:
 
 def read(reader: Reader) -> dict[str, Any]:
     """The journal's kernel lines of this boot; `known` is false where the account may not see them."""
-    answer = reader.run(["journalctl", "--dmesg", "--boot", "--no-pager", "--output=short-iso", "--lines=20000"])
+    answer = reader.run(
+        ["journalctl", "--dmesg", "--boot", "--no-pager", "--output=short-iso", "--lines=20000"]
+    )
     denied = "permission" in answer.stderr.lower()
     if denied:
         reader.denied("the kernel log", "root or group adm")

@@ -18,7 +18,9 @@ from .reader import Reader
 
 # enp1s0f0np0, enP2p1s0f1np1: P<domain>, p<bus>, s<slot>, f<function>, np<port>. Domain and function may be
 # absent.
-NAME = re.compile(r"^en(?:P(?P<domain>\d+))?p(?P<bus>\d+)s(?P<slot>\d+)(?:f(?P<function>\d+))?(?:np(?P<port>\d+))?$")
+NAME = re.compile(
+    r"^en(?:P(?P<domain>\d+))?p(?P<bus>\d+)s(?P<slot>\d+)(?:f(?P<function>\d+))?(?:np(?P<port>\d+))?$"
+)
 PCI = re.compile(r"^[0-9a-f]{4,8}:[0-9a-f]{2}:[0-9a-f]{2}\.[0-7]$")
 # What the kernel leaves of the MTU for RoCE: GRH 40, UDP 8, BTH 12, XRC 4, atomic 28, ICRC 4 (iboe_get_mtu,
 # ib_addr.h).
@@ -174,7 +176,9 @@ def read_rdma(reader: Reader, net: dict[str, dict[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     hcas = reader.names("/sys/class/infiniband")
     asked = parse_ibv_devinfo(reader.run(["ibv_devinfo"]).stdout) if hcas else {}
-    by_pci = {row["pci"]: name for name, row in net.items() if row.get("pci") and row.get("pci_from") == "sysfs"}
+    by_pci = {
+        row["pci"]: name for name, row in net.items() if row.get("pci") and row.get("pci_from") == "sysfs"
+    }
     for hca in hcas:
         base = f"/sys/class/infiniband/{hca}"
         port = f"{base}/ports/1"

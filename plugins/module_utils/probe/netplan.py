@@ -25,7 +25,9 @@ def mentioned(text: str, netdevs: list[str], macs: dict[str, str] | None = None)
         patterns += [item.strip("\"' ") for item in block.split(",")]
     found = []
     for netdev in netdevs:
-        named = re.search(r"(?<![A-Za-z0-9_.-])" + re.escape(netdev) + r"(?![A-Za-z0-9_.-])", body) is not None
+        named = (
+            re.search(r"(?<![A-Za-z0-9_.-])" + re.escape(netdev) + r"(?![A-Za-z0-9_.-])", body) is not None
+        )
         mac = (macs or {}).get(netdev)
         if (
             named
@@ -39,7 +41,11 @@ def mentioned(text: str, netdevs: list[str], macs: dict[str, str] | None = None)
 def renderer_of(text: str) -> str | None:
     """The global renderer of a netplan file (indented directly below `network:`), or None."""
     match = re.search(r"^( {1,8})renderer:\s*[\"']?(\w+)", text, re.M)
-    return match.group(2) if match and re.search(r"^network:\s*$", text, re.M) and len(match.group(1)) <= 4 else None
+    return (
+        match.group(2)
+        if match and re.search(r"^network:\s*$", text, re.M) and len(match.group(1)) <= 4
+        else None
+    )
 
 
 def parse_ini(text: str) -> dict[str, dict[str, list[str]]]:
@@ -82,7 +88,9 @@ def generated(reader: Reader, netdev: str, base: str = "") -> dict[str, Any] | N
         ini = parse_ini(text)
         ipv4 = ini.get("ipv4", {})
         mtu = (ini.get("ethernet", {}).get("mtu") or ini.get("802-3-ethernet", {}).get("mtu") or [""])[0]
-        addresses = [values[0].split(",")[0] for key, values in sorted(ipv4.items()) if re.match(r"^address\d+$", key)]
+        addresses = [
+            values[0].split(",")[0] for key, values in sorted(ipv4.items()) if re.match(r"^address\d+$", key)
+        ]
         return {
             "renderer": "NetworkManager",
             "path": path,
@@ -143,7 +151,9 @@ def read(reader: Reader, net: dict[str, dict[str, Any]]) -> dict[str, Any]:
                 {
                     "path": f"/etc/systemd/network/{name}",
                     "readable": text is not None,
-                    "netdevs": [item for item in netdevs if any(fnmatch.fnmatchcase(item, one) for one in patterns)],
+                    "netdevs": [
+                        item for item in netdevs if any(fnmatch.fnmatchcase(item, one) for one in patterns)
+                    ],
                 }
             )
     return {

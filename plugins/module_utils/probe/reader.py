@@ -155,7 +155,9 @@ class Reader:
             return Answer(None, timed_out=True)
         except OSError:
             return Answer(None, absent=True)
-        return Answer(done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace"))
+        return Answer(
+            done.returncode, done.stdout.decode("utf-8", "replace"), done.stderr.decode("utf-8", "replace")
+        )
 
     def docker(self, path: str, query: dict[str, Any] | None = None) -> tuple[bool, Any]:
         """GET of the Docker engine: (True, decoded JSON), or (False, why): "absent", "denied", "timeout" or

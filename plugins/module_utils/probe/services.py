@@ -67,7 +67,9 @@ def parse_show(text: str) -> dict[str, dict[str, Any]]:
 
 
 def read_systemd(reader: Reader) -> dict[str, Any]:
-    answer = reader.run(["systemctl", "show", "-p", "Id,LoadState,ActiveState,SubState,UnitFileState,MainPID", *UNITS])
+    answer = reader.run(
+        ["systemctl", "show", "-p", "Id,LoadState,ActiveState,SubState,UnitFileState,MainPID", *UNITS]
+    )
     units = parse_show(answer.stdout) if answer.ok else {}
     ranks = reader.run(
         [

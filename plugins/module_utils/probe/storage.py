@@ -84,7 +84,9 @@ def mount_of(path: str, mounts: list[dict[str, Any]]) -> dict[str, Any] | None:
     parts = PurePosixPath(path).parts
     for row in mounts:
         mine = PurePosixPath(row["mountpoint"]).parts
-        if parts[: len(mine)] == mine and (best is None or len(mine) >= len(PurePosixPath(best["mountpoint"]).parts)):
+        if parts[: len(mine)] == mine and (
+            best is None or len(mine) >= len(PurePosixPath(best["mountpoint"]).parts)
+        ):
             best = row
     return best
 
@@ -134,12 +136,16 @@ def read(reader: Reader, paths: list[str]) -> dict[str, Any]:
             "nvme": bool(disk and disk.startswith("nvme")),
             "read_only": "ro" in row["options"].split(","),
         }
-        entry.update({"total_bytes": None, "available_bytes": None} if network else sizes(reader, row["mountpoint"]))
+        entry.update(
+            {"total_bytes": None, "available_bytes": None} if network else sizes(reader, row["mountpoint"])
+        )
         filesystems.append(entry)
     held = {}
     for path in paths:
         mount = mount_of(path, mounts)
-        holder = next((item for item in filesystems if mount and item["mountpoint"] == mount["mountpoint"]), None)
+        holder = next(
+            (item for item in filesystems if mount and item["mountpoint"] == mount["mountpoint"]), None
+        )
         held[path] = {
             "exists": reader.exists(path) if not (holder and holder["network"]) else None,
             "mountpoint": mount["mountpoint"] if mount else None,
