@@ -48,7 +48,9 @@ def files() -> dict[str, str]:
 
 
 def interfaces() -> dict[str, str]:
-    rows = json.loads(subprocess.run(["ip", "-j", "address"], check=True, capture_output=True, text=True).stdout)
+    rows = json.loads(
+        subprocess.run(["ip", "-j", "address"], check=True, capture_output=True, text=True).stdout
+    )
     return {
         row["ifname"]: json.dumps([[entry["local"], entry["prefixlen"]] for entry in row["addr_info"]])
         for row in rows

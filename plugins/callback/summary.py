@@ -11,8 +11,10 @@ version_added: 1.0.0
 author: The sparkfleet founders (@sparkfleet)
 description:
   - Prints at the end of a run how many tasks each node was asked to carry out and how many changed something.
-  - A task that runs on the controller only (an assertion, an include, a computed fact) costs a node nothing and is not counted.
-  - With O(record) it also writes the names of the changed tasks a node as JSON. The proofs of check mode compare two such files.
+  - A task that runs on the controller only (an assertion, an include, a computed fact) costs a node nothing and
+    is not counted.
+  - With O(record) it also writes the names of the changed tasks a node as JSON. The proofs of check mode compare
+    two such files.
 options:
   record:
     description: A file on the controller that receives the record of the run.
@@ -80,7 +82,15 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
             self.remote_tasks[where] += 1
         if data.get("changed"):
             self.changed.setdefault(host, []).append(task.get_name())
-            self.tasks.append({"host": host, "task": task.get_name(), "action": action, "diff": data.get("diff")})
+            self.tasks.append(
+                {
+                    "host": host,
+                    "task": task.get_name(),
+                    "action": action,
+                    "diff": data.get("diff"),
+                    "path": data.get("dest") or data.get("path"),
+                }
+            )
 
     def v2_runner_on_ok(self, result: Any) -> None:
         # The items of a loop were counted one by one.
@@ -101,8 +111,9 @@ class CallbackModule(CallbackBase):  # type: ignore[misc]
         hosts = sorted(stats.processed)
         for host in hosts:
             if self.remote_tasks[host]:
+                changed = len(self.changed.get(host, []))
                 self._display.display(
-                    f"{host:<24} {self.remote_tasks[host]:>4} remote tasks, {len(self.changed.get(host, [])):>3} changed"
+                    f"{host:<24} {self.remote_tasks[host]:>4} remote tasks, {changed:>3} changed"
                 )
         record = self.get_option("record")
         if record:

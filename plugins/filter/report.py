@@ -47,8 +47,79 @@ def replica_table(nodes: Sequence[Mapping[str, Any]], redline_gib: float = 4.0) 
     return table(head, rows)
 
 
+# What the report says of a node: key, title, and where the probe has it.
+ROWS = (
+    ("kernel", "kernel", ("kernel", "release")),
+    ("os", "DGX OS", ("os", "dgx_release")),
+    ("driver", "GPU driver", ("gpu", "driver")),
+    ("docker", "Docker", ("docker", "server_version")),
+    ("store", "image store", ("docker", "storage_driver")),
+    ("target", "boots into", ("systemd", "default_target")),
+    ("memory", "memory", ("memory", "total_bytes")),
+    ("available", "available", ("memory", "available_bytes")),
+    ("rails", "rails up", ()),
+    ("firmware", "ConnectX-7 firmware", ()),
+    ("release", "release", ()),
+)
+
+
+def report_rows(_value: Any) -> list[dict[str, str]]:
+    """Rows of the report in order: key and title."""
+    return [{"key": key, "title": title} for key, title, _path in ROWS]
+
+
+def _text(value: Any) -> str:
+    """One cell: plain, on one line, without what would end a table's cell."""
+    if isinstance(value, Mapping):
+        value = ", ".join(f"{key} {item}" for key, item in value.items() if isinstance(item, (str, int)))
+    return " ".join(str(value if value is not None else "unknown").split()).replace("|", "/")
+
+
+def _values(host: Mapping[str, Any]) -> dict[str, str]:
+    probe = host["__report_probe"].get("probe") or {}
+    found = {}
+    for key, _title, path in ROWS:
+        value: Any = probe
+        for step in path:
+            value = value.get(step) if isinstance(value, Mapping) else None
+        if path:
+            found[key] = _gib(value) if path[-1].endswith("_bytes") else _text(value)
+    net, rdma = probe.get("net") or {}, probe.get("rdma") or {}
+    rails = [
+        f"{name} mtu {row.get('mtu')} {', '.join(map(str, row.get('addresses') or [])) or 'no address'}"
+        for name, row in sorted(net.items())
+        if row.get("hca") and row.get("carrier")
+    ]
+    found["rails"] = _text("; ".join(rails) or "none")
+    found["firmware"] = _text(", ".join(sorted({str(row.get("fw_ver")) for row in rdma.values()})) or "none")
+    current = (host.get("__report_release") or {}).get("current") or {}
+    found["release"] = _text(current.get("launch_hash") or "none")
+    return found
+
+
+def report_replicas(hosts: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Nodes by replica and rank, each with the text of every row. `hosts` are host variables with a probe."""
+    groups: dict[str, list[dict[str, Any]]] = {}
+    for host in hosts:
+        groups.setdefault(str(host.get("sparkfleet_replica") or "none"), []).append(
+            {
+                "name": str(host["inventory_hostname"]),
+                "rank": int(host.get("sparkfleet_rank") or 0),
+                "values": _values(host),
+            }
+        )
+    return [
+        {"name": name, "nodes": sorted(nodes, key=lambda node: node["rank"])}
+        for name, nodes in sorted(groups.items())
+    ]
+
+
 class FilterModule:
     """Filters of this file."""
 
     def filters(self) -> dict[str, Any]:
-        return {"replica_table": replica_table}
+        return {
+            "replica_table": replica_table,
+            "report_rows": report_rows,
+            "report_replicas": report_replicas,
+        }

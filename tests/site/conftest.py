@@ -29,13 +29,18 @@ class Lab:
 
     def __init__(self, instance: Instance) -> None:
         self.instance = instance
-        self.inventory = str(ROOT / "inventory/lab") if instance.name == "lab" else str(instance.directory / "inventory")
+        self.inventory = (
+            str(ROOT / "inventory/lab") if instance.name == "lab" else str(instance.directory / "inventory")
+        )
         self.api = f"http://{instance.address(NODES[0])}:8888/v1"
 
     def on(self, node: str, *command: str, ok: bool = True) -> str:
         """Output of a command in a node, as root."""
         done = subprocess.run(
-            ["docker", "exec", self.instance.container(node), *command], capture_output=True, text=True, check=False
+            ["docker", "exec", self.instance.container(node), *command],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0 or not ok, f"{node}: {command}: {done.stdout}{done.stderr}"
         return done.stdout.strip()
@@ -47,10 +52,16 @@ class Lab:
             text = self.on(node, "docker", "inspect", CONTAINER, ok=False)
             rows = json.loads(text) if text else []
             if rows:
-                found[node] = {"id": rows[0]["Id"], "started": rows[0]["State"]["StartedAt"], "running": rows[0]["State"]["Running"]}
+                found[node] = {
+                    "id": rows[0]["Id"],
+                    "started": rows[0]["State"]["StartedAt"],
+                    "running": rows[0]["State"]["Running"],
+                }
         return found
 
-    def play(self, playbook: str, *extra: str, inventory: str | None = None) -> subprocess.CompletedProcess[str]:
+    def play(
+        self, playbook: str, *extra: str, inventory: str | None = None
+    ) -> subprocess.CompletedProcess[str]:
         """ansible-playbook from the root of the repository; nothing is raised."""
         return subprocess.run(
             [str(BIN / "ansible-playbook"), playbook, "-i", inventory or self.inventory, *extra],

@@ -19,7 +19,9 @@ def hosts(lab: Lab) -> dict[str, Any]:
     shared = {**yaml.safe_load((ROOT / "inventory/lab/group_vars/all.yml").read_text()), **tree["vars"]}
     for key, value in shared.items():
         if isinstance(value, str):
-            shared[key] = value.replace("{{ inventory_dir }}", lab.inventory).replace("inventory_dir", f"'{lab.inventory}'")
+            shared[key] = value.replace("{{ inventory_dir }}", lab.inventory).replace(
+                "inventory_dir", f"'{lab.inventory}'"
+            )
     return {name: {**shared, **values} for name, values in tree["hosts"].items()}
 
 
@@ -71,14 +73,18 @@ def test_an_unset_pin_says_where_it_is_found(lab: Lab, tmp_path: Path) -> None:
     refused(lab, tmp_path, found, "sparkfleet_model_revision", "40 hex")
 
 
-@pytest.mark.parametrize("text", ["--help", 'a"b', "a\nb", "{{ lookup('pipe', 'touch /tmp/owned') }}", "$(touch /tmp/owned)"])
+@pytest.mark.parametrize(
+    "text", ["--help", 'a"b', "a\nb", "{{ lookup('pipe', 'touch /tmp/owned') }}", "$(touch /tmp/owned)"]
+)
 def test_hostile_names_reach_no_shell_and_no_template_twice(lab: Lab, tmp_path: Path, text: str) -> None:
     """An inventory plugin or a form may hand over such a value; it is refused as it is, and never evaluated."""
     found = hosts(lab)
     for values in found.values():
         values["sparkfleet_replica"] = text
     inventory = tmp_path / "hosts.yml"
-    marked = yaml.safe_dump({"all": {"hosts": found}}).replace("sparkfleet_replica:", "sparkfleet_replica: !unsafe")
+    marked = yaml.safe_dump({"all": {"hosts": found}}).replace(
+        "sparkfleet_replica:", "sparkfleet_replica: !unsafe"
+    )
     inventory.write_text(marked)
     done = lab.play("site.yml", inventory=str(inventory))
     assert done.returncode != 0

@@ -48,7 +48,12 @@ def gated(lab: Lab):  # type: ignore[no-untyped-def]
 
     def control(document: dict[str, object]) -> None:
         text = json.dumps(document)
-        subprocess.run(["docker", "exec", "-i", hub, "sh", "-c", "cat > /srv/hub/.control.json"], input=text, text=True, check=True)
+        subprocess.run(
+            ["docker", "exec", "-i", hub, "sh", "-c", "cat > /srv/hub/.control.json"],
+            input=text,
+            text=True,
+            check=True,
+        )
 
     control({"tokens": [TOKEN], "gated": [REPO]})
     yield
@@ -73,7 +78,15 @@ def test_the_canary(lab: Lab, tmp_path: Path, gated: None) -> None:
     try:
         refused = lab.play("site.yml", "-e", "sparkfleet_hub_token_file=")
         assert refused.returncode != 0 and "401" in refused.stdout + refused.stderr, refused.stdout[-2000:]
-        done = lab.play("site.yml", "--diff", "-vvv", "-e", f"sparkfleet_hub_token_file={token}", "-e", f"ranks_api_key={KEY}")
+        done = lab.play(
+            "site.yml",
+            "--diff",
+            "-vvv",
+            "-e",
+            f"sparkfleet_hub_token_file={token}",
+            "-e",
+            f"ranks_api_key={KEY}",
+        )
     finally:
         for node in NODES:
             lab.on(node, "touch", "/run/lab-watch-stop")
@@ -82,7 +95,11 @@ def test_the_canary(lab: Lab, tmp_path: Path, gated: None) -> None:
     output = done.stdout + done.stderr
     assert done.returncode == 0, output[-3000:]
     # The key that was given on this command line stands there, and nowhere else.
-    lines = [line for line in output.splitlines() if TOKEN in line or (KEY in line and "ansible-playbook" not in line)]
+    lines = [
+        line
+        for line in output.splitlines()
+        if TOKEN in line or (KEY in line and "ansible-playbook" not in line)
+    ]
     assert lines == []
     assert {node: text for node, text in seen.items() if text} == {}
 

@@ -48,5 +48,11 @@ def test_the_overrides_agree_with_the_lab_inventory() -> None:
 
 def test_the_example_invents_no_pin() -> None:
     example = yaml.safe_load((ROOT / "inventory/example/group_vars/all.yml").read_text())
-    for name in ("sparkfleet_model_revision", "sparkfleet_engram_repo", "sparkfleet_engram_revision", "sparkfleet_kit_revision", "sparkfleet_engine_commit"):
+    for name in (
+        "sparkfleet_model_revision",
+        "sparkfleet_engram_repo",
+        "sparkfleet_engram_revision",
+        "sparkfleet_kit_revision",
+        "sparkfleet_engine_commit",
+    ):
         assert example[name] == "", name

@@ -13,7 +13,10 @@ ROOT = Path(__file__).parents[3]
 ROLES = sorted(path for path in (ROOT / "roles").iterdir() if path.is_dir())
 ROLE_IDS = [role.name for role in ROLES]
 YAML_FILES = sorted(
-    path for folder in ("roles", "playbooks") for path in (ROOT / folder).glob("**/*.yml") if "/collections/" not in str(path)
+    path
+    for folder in ("roles", "playbooks")
+    for path in (ROOT / folder).glob("**/*.yml")
+    if "/collections/" not in str(path)
 )
 
 
@@ -27,7 +30,11 @@ def tasks_of(document: Any) -> list[dict[str, Any]]:
     for entry in document or []:
         if not isinstance(entry, dict):
             continue
-        nested = [key for key in ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks", "handlers") if key in entry]
+        nested = [
+            key
+            for key in ("block", "rescue", "always", "tasks", "pre_tasks", "post_tasks", "handlers")
+            if key in entry
+        ]
         for key in nested:
             found.extend(tasks_of(entry[key]))
         if not nested:
@@ -99,6 +106,26 @@ def test_no_task_installs_a_driver(path: Path) -> None:
             assert "nvidia" not in str(task[module]), task.get("name")
 
 
+@pytest.mark.field("B54")
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_task_upgrades_the_system(path: Path) -> None:
+    """A kernel or driver that arrives on both nodes of a pair at once is how whole pairs went down."""
+    document = load(path)
+    for task in tasks_of(document if isinstance(document, list) else []):
+        module = next((key for key in task if key.endswith((".apt", ".package", ".dpkg_selections"))), None)
+        arguments = task[module] if module and isinstance(task[module], dict) else {}
+        assert "upgrade" not in arguments and arguments.get("state") != "latest", task.get("name")
+
+
+@pytest.mark.field("B86")
+def test_one_connection_a_node_serves_a_whole_run() -> None:
+    """A login a poll wakes the desktop's callbacks; status asks each node once."""
+    text = (ROOT / "ansible.cfg").read_text()
+    assert "ControlMaster=auto" in text and "ControlPersist=" in text and "pipelining = True" in text
+    plays = load(ROOT / "playbooks" / "status.yml")
+    assert [len(play["tasks"]) for play in plays if play["hosts"] != "localhost"] == [1]
+
+
 @pytest.mark.parametrize("role", ROLES, ids=ROLE_IDS)
 def test_roles_name_no_inventory_group(role: Path) -> None:
     """A fleet holds many replicas; a role that reads a group works for one."""
@@ -106,10 +133,15 @@ def test_roles_name_no_inventory_group(role: Path) -> None:
         text = path.read_text()
         assert not re.search(r"\bgroups\[", text), path
         assert "group_names" not in text, path
-        assert "sparkfleet_replica" not in text or path.name == "argument_specs.yml", f"{path}: fleet variables belong to playbooks"
+        assert "sparkfleet_replica" not in text or path.name == "argument_specs.yml", (
+            f"{path}: fleet variables belong to playbooks"
+        )
 
 
 @pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_facts_are_read_in_bracket_form(path: Path) -> None:
     """inject_facts_as_vars is off: ansible_hostname and its like are undefined."""
-    assert not re.search(r"\{\{[^}]*\bansible_(hostname|distribution|architecture|os_family|kernel|memtotal_mb)\b", path.read_text())
+    assert not re.search(
+        r"\{\{[^}]*\bansible_(hostname|distribution|architecture|os_family|kernel|memtotal_mb)\b",
+        path.read_text(),
+    )

@@ -23,13 +23,36 @@ def test_the_collection_builds_a_clean_tarball(tmp_path: Path) -> None:
         else:
             target.write_bytes(source.read_bytes())
     subprocess.run(
-        ["ansible-galaxy", "collection", "build", str(clone), "--output-path", str(tmp_path)], check=True, capture_output=True
+        ["ansible-galaxy", "collection", "build", str(clone), "--output-path", str(tmp_path)],
+        check=True,
+        capture_output=True,
     )
     (tarball,) = tmp_path.glob("sparkfleet-serving-*.tar.gz")
     with tarfile.open(tarball) as archive:
         names = archive.getnames()
     tops = {name.split("/", 1)[0] for name in names}
-    assert not tops & {"collections", "lab", "tests", "molecule", "bench", "Makefile", ".ci", ".config", ".venv", ".lab"}
-    assert {"plugins", "roles", "playbooks", "inventory", "templates", "models", "node", "README.md", "LICENSE"} <= tops
+    assert not tops & {
+        "collections",
+        "lab",
+        "tests",
+        "molecule",
+        "bench",
+        "Makefile",
+        ".ci",
+        ".config",
+        ".venv",
+        ".lab",
+    }
+    assert {
+        "plugins",
+        "roles",
+        "playbooks",
+        "inventory",
+        "templates",
+        "models",
+        "node",
+        "README.md",
+        "LICENSE",
+    } <= tops
     assert not [name for name in names if name.startswith("playbooks/collections") or "__pycache__" in name]
     assert not [name for name in names if name.startswith("inventory/lab")]

@@ -315,13 +315,14 @@ def test_a_secret_is_a_file_and_only_the_heads() -> None:
     assert "1" * 20 not in json.dumps(renewed), "the digest itself is kept nowhere"
 
 
-@pytest.mark.field("B77", "B91", "B92")
+@pytest.mark.field("B42", "B75", "B77", "B91", "B92")
 def test_the_create_body_is_what_docker_needs() -> None:
     head = both()[0]
     body = L.create_body(head, 3, ["/dev/infiniband"])
     host = body["HostConfig"]
     assert host["RestartPolicy"] == {"Name": "no"}
     assert host["NetworkMode"] == host["IpcMode"] == "host"
+    assert "ShmSize" not in host, "shared memory is carved from the unified pool"
     assert host["CapAdd"] == ["IPC_LOCK"]
     assert {"Name": "memlock", "Soft": -1, "Hard": -1} in host["Ulimits"]
     assert {"Name": "stack", "Soft": 67108864, "Hard": 67108864} in host["Ulimits"]

@@ -78,6 +78,7 @@ def ensure(host: FakeHost, engine: Engine, **options: Any) -> dict[str, Any]:
     return container_runtime.ensure(host, api=engine, **{**defaults, **options})  # type: ignore[arg-type]
 
 
+@pytest.mark.field("B73")
 def test_the_stock_engine_lacks_the_runtime() -> None:
     line = next(
         row for row in fixture("docker-info-stock-no-nvidia-runtime.txt").splitlines() if "Runtimes:" in row
