@@ -57,7 +57,9 @@ options:
     description:
       - By name. Each has C(nodes), a list in rank order of names, or of dicts with C(name) and optionally
         C(address), C(user),
-        C(port), C(netdevs) (of the two rails, when two cables are plugged) and C(vars).
+        C(port), C(netdevs) (of the two rails, when two cables are plugged; of the four on a ring) and C(vars).
+      - C(ring_pool), an IPv4 network of its own, puts three or four nodes on a ring without a switch - a cable
+        from each node to the next, into cage p0 there and p1 at the next one. Each cable takes two subnets of it.
       - Optionally C(rail_index), C(vars) (any variables, templates allowed), and any key that becomes the
         variable
         C(sparkfleet_KEY), such as C(engine), C(context), C(parallel), C(drafts), C(model_repo) or
@@ -136,7 +138,8 @@ def subnet(pool: str, prefix: int, number: int) -> netaddr.IPNetwork:
     return netaddr.IPNetwork(f"{netaddr.IPAddress(first)}/{prefix}")
 
 
-def nodes_of(replica: str, raw: Any) -> list[dict[str, Any]]:
+def nodes_of(replica: str, raw: Any, count: int = HALVES) -> list[dict[str, Any]]:
+    """The nodes of a replica as dicts; each may name `count` netdevs. Raises FleetError."""
     if isinstance(raw, (str, Mapping)) or not raw:
         raise FleetError(f"replica {replica}: nodes is not a list of nodes in rank order")
     found = []
@@ -151,9 +154,10 @@ def nodes_of(replica: str, raw: Any) -> list[dict[str, Any]]:
         if not HOST.match(str(row.get("name") or "")):
             raise FleetError(f"replica {replica}: {row.get('name')!r} is not the name of a node")
         netdevs = row.get("netdevs") or []
-        if netdevs and (len(netdevs) != HALVES or not all(rails.NETDEV.match(str(name)) for name in netdevs)):
+        if netdevs and (len(netdevs) != count or not all(rails.NETDEV.match(str(name)) for name in netdevs)):
             raise FleetError(
-                f"replica {replica}: netdevs of {row['name']} are not the names of two interfaces"
+                f"replica {replica}: netdevs of {row['name']} are not the names of "
+                f"{'two' if count == HALVES else 'four'} interfaces"
             )
         found.append(row)
     return found
@@ -162,7 +166,8 @@ def nodes_of(replica: str, raw: Any) -> list[dict[str, Any]]:
 def indexes(replicas: Mapping[str, Any], locked: Mapping[str, int]) -> dict[str, int]:
     """{replica: place in the pool}: explicit first, then the lock, then the lowest free place in the order
     of names.
-    Entries of the lock keep their place even when their replica is gone."""
+    Entries of the lock keep their place even when their replica is gone. A ring takes its addresses elsewhere, its
+    place stays empty."""
     found: dict[str, int] = {}
     taken: dict[int, str] = {}
     for name, row in replicas.items():
@@ -212,39 +217,45 @@ def build(
     owner: dict[str, str] = {}
     hosts = []
     for name, row in replicas.items():
-        nodes = nodes_of(str(name), row.get("nodes"))
+        ring = row.get("ring_pool")
+        nodes = nodes_of(str(name), row.get("nodes"), rails.RING_RAILS if ring else HALVES)
         world = len(nodes)
-        if world > 1 and world > 2 ** (32 - prefix) - 2:
+        if world > 1 and not ring and world > 2 ** (32 - prefix) - 2:
             raise FleetError(f"replica {name}: {world} nodes do not fit into a /{prefix}: lower rail_prefix")
         subnets = (
             [subnet(pool, prefix, places[name] * HALVES + half) for half in range(HALVES)]
-            if world > 1
+            if world > 1 and not ring
             else []
         )
         shared = {
             **(config.get("defaults") or {}),
-            **{key: row[key] for key in row if key not in ("nodes", "rail_index")},
+            **{key: row[key] for key in row if key not in ("nodes", "rail_index", "ring_pool")},
         }
         extra_all = {**((config.get("defaults") or {}).get("vars") or {}), **(row.get("vars") or {})}
         shared.pop("vars", None)
         for key in shared:
-            if not KEY.match(str(key)) or key in RESERVED or key in ("nodes", "rail_index"):
+            if not KEY.match(str(key)) or key in RESERVED or key in ("nodes", "rail_index", "ring_pool"):
                 raise FleetError(f"replica {name}: {key!r} cannot be given")
         for rank, node in enumerate(nodes):
             host = str(node["name"])
             if host in owner:
                 raise FleetError(f"node {host} is in replica {owner[host]} and in replica {name}")
             owner[host] = str(name)
+            addresses = (
+                ring_addresses(str(name), str(ring), pool, rank, world)
+                if ring
+                else [f"{netaddr.IPAddress(net.first + 1 + rank)}/{prefix}" for net in subnets]
+            )
             variables: dict[str, Any] = {
                 "sparkfleet_replica": plain(name),
                 "sparkfleet_rank": rank,
                 "sparkfleet_world": world,
                 "sparkfleet_rails": [
                     {
-                        "address": f"{netaddr.IPAddress(net.first + 1 + rank)}/{prefix}",
-                        **({"netdev": plain(node["netdevs"][half])} if node.get("netdevs") else {}),
+                        "address": address,
+                        **({"netdev": plain(node["netdevs"][number])} if node.get("netdevs") else {}),
                     }
-                    for half, net in enumerate(subnets)
+                    for number, address in enumerate(addresses)
                 ],
             }
             variables.update({f"sparkfleet_{key}": plain(value) for key, value in shared.items()})
@@ -265,6 +276,22 @@ def build(
                 }
             )
     return hosts, places
+
+
+def ring_addresses(replica: str, pool: str, rail_pool: str, rank: int, world: int) -> list[str]:
+    """Addresses of the four rails of one rank on a ring, in rail order: a /30 for each half of each cable."""
+    try:
+        numbers = rails.ring_subnets(rank, world)
+    except rails.RailError as error:
+        raise FleetError(f"replica {replica}: {error}") from error
+    try:
+        nets = [subnet(pool, 30, number) for number in numbers]
+    except FleetError as error:
+        raise FleetError(f"replica {replica}: ring_pool: {str(error).partition(': ')[2]}") from error
+    whole, others = netaddr.IPNetwork(pool), netaddr.IPNetwork(rail_pool)
+    if whole in others or others in whole:
+        raise FleetError(f"replica {replica}: ring_pool: {pool} touches rail_pool {rail_pool}")
+    return [f"{netaddr.IPAddress(net.first + rails.ring_host(rail))}/30" for rail, net in enumerate(nets)]
 
 
 def read_lock(path: Path) -> dict[str, int]:

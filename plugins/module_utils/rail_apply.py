@@ -201,7 +201,8 @@ class RailNode:
     ) -> tuple[rail.Half, ...]:
         named = [one.netdev for one in wanted if one.netdev]
         addresses = [one.address for one in wanted]
-        halves = rail.choose_halves(probe, named, addresses)
+        cables = 2 if len(wanted) == rail.RING_RAILS else 1
+        halves = rail.choose_halves(probe, named, addresses, cables=cables)
         if raise_links and any(half.state == "admin_down" for half in halves):
             # No carrier can be read on a link that is administratively down: bring the halves up, then look.
             chosen = {half.netdev for half in halves}
@@ -211,11 +212,11 @@ class RailNode:
                     self.raised.append(half.netdev)
             for _attempt in range(25):
                 probe = probe_net.read(self.reader)
-                halves = rail.choose_halves(probe, named, addresses, strict=False)
+                halves = rail.choose_halves(probe, named, addresses, strict=False, cables=cables)
                 if halves and all(half.state == "up" for half in halves):
                     break
                 time.sleep(0.2)
-            halves = rail.choose_halves(probe, named, addresses)
+            halves = rail.choose_halves(probe, named, addresses, cables=cables)
         dark = [half.netdev for half in halves if half.state == "no_cable"]
         if dark:
             raise ApplyError(

@@ -5,6 +5,10 @@ choice.
 Pure: the input is a probe (plain dicts from `spark_probe`) and the wanted rails, the output is data or
 refusals.
 
+Topologies: a pair on one cable and several nodes behind a switch have two rails a node. Three or four nodes on
+a ring (a cable to each neighbour) have four: rails 0 and 1 on the cable to the next rank, 2 and 3 on the cable
+to the previous one, each rail of each cable in a subnet of its own.
+
 Anatomy (NVIDIA/daqiri#108 and the connect-two-sparks playbook): one ConnectX-7 ASIC, two QSFP cages, two
 PCIe links in
 PCI domains 0000 and 0002. Each cage shows two netdevs and two RDMA devices, the *halves*. One half alone is
@@ -27,6 +31,11 @@ RAIL_MTU = 9000
 MELLANOX_DRIVER = "mlx5_core"
 #: Halves of a cage in rail order, as PCI domain: rail 0 is domain 0000, rail 1 is domain 0002.
 HALVES = 2
+
+#: Rails of a node on a ring: both halves of the cable to the next rank, then of the one to the previous.
+RING_RAILS = 2 * HALVES
+#: A node has two cages, so a ring is the only shape of more than two nodes without a switch.
+RING_WORLDS = (3, 4)
 
 #: Ranges that a rail may not use, with the reason.
 FORBIDDEN = (
@@ -114,6 +123,28 @@ def _ipv4(row: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
+def is_ring(member: Member) -> bool:
+    """Whether the inventory puts a node on a ring: three or four nodes with four rails each."""
+    return member.world in RING_WORLDS and len(member.rails) == RING_RAILS
+
+
+def ring_subnets(rank: int, world: int) -> list[int]:
+    """For the rails of one rank on a ring: the number of the subnet within the replica, in rail order.
+
+    Cable c joins rank c (its rails 0, 1) with rank c + 1 (its rails 2, 3) and takes subnets 2c and 2c + 1, so a
+    ring takes 2 * world subnets. Raises RailError for another world size.
+    """
+    if world not in RING_WORLDS:
+        raise RailError(f"a ring has {' or '.join(map(str, RING_WORLDS))} nodes, not {world}")
+    cables = (rank % world, (rank - 1) % world)
+    return [cable * HALVES + half for cable in cables for half in range(HALVES)]
+
+
+def ring_host(rail: int) -> int:
+    """Number of the host in its /30 on a ring: 1 towards the next rank, 2 towards the previous."""
+    return 1 if rail < HALVES else 2
+
+
 def halves_of(probe: Mapping[str, Any]) -> list[Half]:
     """Every ConnectX-7 half that the node shows, by cage and then PCI domain. Empty without a cable when
     hot-plug has
@@ -165,8 +196,12 @@ def choose_halves(
     netdevs: Sequence[str] = (),
     addresses: Sequence[str] = (),
     strict: bool = True,
+    cables: int = 1,
 ) -> tuple[Half, ...]:
     """The halves that carry the rails of a node, in rail order.
+
+    With `cables` 2 (a ring) both cages: the cable to the next rank belongs into cage p0, the one to the previous
+    into p1, unless `netdevs` says otherwise.
 
     `netdevs` (from the inventory) decides when given. Else the cage with carrier on both halves; of two such
     cages the
@@ -186,6 +221,16 @@ def choose_halves(
         return chosen
     if not cages:
         raise RailError(no_cable_text(probe))
+    if cables > 1:
+        whole = [
+            cage for cage in cages if cage.complete and cage.state in ("up", "partly_down", "admin_down")
+        ]
+        if len(whole) == cables:
+            return tuple(half for cage in whole for half in cage.halves)
+        if not strict:
+            return ()
+        states = "; ".join(f"cage {cage.name} {cage.state}" for cage in cages)
+        raise RailError(f"{len(whole)} of {cables} cages have a cable on both halves ({states})")
     up = [cage for cage in cages if cage.state == "up" and cage.complete]
     if len(up) > 1:
         carrying = [
@@ -348,14 +393,14 @@ def _shape(replica: str, group: list[Member]) -> list[Refusal]:
                     "set sparkfleet_rails, or use the inventory plugin",
                 )
             )
-        elif world > 1 and len(member.rails) != HALVES:
+        elif world > 1 and len(member.rails) != HALVES and not is_ring(member):
             found.append(
                 Refusal(
                     "rails-count",
                     member.name,
                     f"{len(member.rails)} rails",
-                    "2: both halves of the cable, or half of its bandwidth is lost",
-                    "set two entries in sparkfleet_rails",
+                    "2: both halves of the cable, or half of its bandwidth is lost (on a ring of 3 or 4 nodes: 4)",
+                    "set two entries in sparkfleet_rails (on a ring four: to the next rank, to the previous)",
                     warnable=True,
                 )
             )
@@ -428,14 +473,17 @@ def _addresses(members: list[Member]) -> list[Refusal]:
                         )
                     )
             own.append(value.network)
-            nets.append((value.network, member.replica, number, member.name))
+            wire = number
+            if is_ring(member):
+                wire = ring_subnets(member.rank, member.world)[number]
+            nets.append((value.network, member.replica, wire, member.name))
     found += _between(nets)
     found += _rails_agree(members)
     return found
 
 
 def _between(nets: list[tuple[ipaddress.IPv4Network, str, int, str]]) -> list[Refusal]:
-    """Subnets of different replicas, or of different rails of one replica, may not touch."""
+    """Subnets of different replicas, or of different rails (on a ring: wires) of one replica, may not touch."""
     found = []
     seen: set[tuple[str, str]] = set()
     for at, (network, replica, number, name) in enumerate(nets):
@@ -464,28 +512,39 @@ def _between(nets: list[tuple[ipaddress.IPv4Network, str, int, str]]) -> list[Re
 
 
 def _rails_agree(members: list[Member]) -> list[Refusal]:
-    """Within a replica, rail k of every node lies in one subnet."""
+    """Within a replica, rail k of every node lies in one subnet; on a ring, rails 0 and 1 of a rank meet rails 2
+    and 3 of the next one, and nobody else."""
     found = []
-    by_rail: dict[tuple[str, int], dict[str, list[str]]] = {}
+    replicas: dict[str, list[Member]] = {}
     for member in members:
-        for number, (cidr, _netdev) in enumerate(member.rails):
-            try:
-                network = str(interface(cidr).network)
-            except RailError:
-                continue
-            by_rail.setdefault((member.replica, number), {}).setdefault(network, []).append(member.name)
-    for (replica, number), networks in sorted(by_rail.items()):
-        if len(networks) > 1:
-            shown = "; ".join(f"{net}: {', '.join(names)}" for net, names in sorted(networks.items()))
-            found.append(
-                Refusal(
-                    "rail-subnets-differ",
-                    replica,
-                    f"rail {number}: {shown}",
-                    f"one subnet for rail {number} on every node of the replica",
-                    "correct sparkfleet_rails (are two rails swapped?)",
+        replicas.setdefault(member.replica, []).append(member)
+    for replica, group in sorted(replicas.items()):
+        ring = any(is_ring(member) for member in group)
+        wires: dict[str, dict[str, list[str]]] = {}
+        for member in group:
+            for number, (cidr, _netdev) in enumerate(member.rails):
+                try:
+                    network = str(interface(cidr).network)
+                except RailError:
+                    continue
+                wire = f"rail {number}"
+                if ring:
+                    near = number < HALVES
+                    start = member.rank if near else (member.rank - 1) % member.world
+                    wire = f"cable from rank {start} to rank {(start + 1) % member.world}, half {number % HALVES}"
+                wires.setdefault(wire, {}).setdefault(network, []).append(member.name)
+        for wire, networks in sorted(wires.items()):
+            if len(networks) > 1:
+                shown = "; ".join(f"{net}: {', '.join(names)}" for net, names in sorted(networks.items()))
+                found.append(
+                    Refusal(
+                        "rail-subnets-differ",
+                        replica,
+                        f"{wire}: {shown}",
+                        f"one subnet for {wire} on every node that it joins",
+                        "correct sparkfleet_rails (are two rails swapped?)",
+                    )
                 )
-            )
     return found
 
 
@@ -605,6 +664,13 @@ class RailPlan:
         return row
 
 
+def _in_network(cidr: str, network: ipaddress.IPv4Network) -> bool:
+    try:
+        return interface(cidr).network == network
+    except RailError:
+        return False
+
+
 def plan_rails(
     rows: Iterable[Mapping[str, Any]], probes: Mapping[str, Mapping[str, Any]], mtu: int = RAIL_MTU
 ) -> tuple[dict[str, list[RailPlan]], list[Refusal]]:
@@ -644,7 +710,9 @@ def plan_rails(
             )
             continue
         try:
-            halves = choose_halves(probe, named, [cidr for cidr, _netdev in member.rails])
+            halves = choose_halves(
+                probe, named, [cidr for cidr, _netdev in member.rails], cables=2 if is_ring(member) else 1
+            )
         except RailError as error:
             refusals.append(
                 Refusal(
@@ -669,7 +737,8 @@ def plan_rails(
                     level="warn",
                 )
             )
-        cages[member.name] = halves[0].cage if halves else ""
+        if not is_ring(member):
+            cages[member.name] = halves[0].cage if halves else ""
         if len(halves) < len(member.rails):
             refusals.append(
                 Refusal(
@@ -688,9 +757,11 @@ def plan_rails(
             except RailError:
                 break  # said by replica_refusals
             peers = tuple(
-                {"name": other.name, "rank": other.rank, "address": other.rails[number][0].split("/")[0]}
+                {"name": other.name, "rank": other.rank, "address": there.split("/")[0]}
                 for other in members
-                if other.name != member.name and number < len(other.rails)
+                if other.name != member.name
+                for there, _name in other.rails
+                if _in_network(there, value.network)
             )
             plan.append(
                 RailPlan(

@@ -46,6 +46,12 @@ def mtu(node: Node, netdev: str) -> int:
     return int(node.read(f"/sys/class/net/{netdev}/mtu"))
 
 
+def seen(node: Node, netdev: str, name: str) -> str:
+    """A sysfs file of a netdev that may just come or go."""
+    result = node.run("cat", f"/sys/class/net/{netdev}/{name}")
+    return result.text.strip() if result.status == 0 else ""
+
+
 def right(node: Node, netdevs: Sequence[str] = RAILS) -> bool:
     return [ipv4(node, name) for name in netdevs] == [[one] for one in planned(node)] and all(
         mtu(node, name) == 9000 for name in netdevs
@@ -198,11 +204,79 @@ def test_no_cable_is_one_refusal_and_a_cable_that_comes_later_converges(pair: tu
             lambda: pair[0].run("test", "-e", f"/sys/class/net/{RAILS[0]}").status != 0, "the device to go"
         )
         refused(run(), "no ConnectX-7 device on the bus")
-    pair[0].restart()  # as the ladder says: seat the cable, restart
-    eventually(lambda: len(ipv4(pair[0], RAILS[0])) == 0, "the device", 60)
-    result = run()
-    assert result.rc == 0, result.output[-3000:]
-    assert all(right(node) for node in pair)
+    # The cable comes while the node runs: new devices, nothing remembered.
+    eventually(lambda: seen(pair[0], OTHER[1], "phys_port_name") == "p1", "the device", 30)
+    converged(pair, run())
+
+
+@pytest.mark.field("B02", "B07")
+def test_rails_that_come_back_with_the_cable_need_no_second_run(pair: tuple[Node, Node]) -> None:
+    assert run().rc == 0
+    with pair[0].fault("no-cable"):
+        eventually(
+            lambda: pair[0].run("test", "-e", f"/sys/class/net/{RAILS[0]}").status != 0, "the device to go"
+        )
+    eventually(
+        lambda: pair[0].run("test", "-e", f"/sys/class/net/{RAILS[1]}").status == 0 and right(pair[0]),
+        "addresses and MTU to return",
+        30,
+    )
+    again = run()
+    assert (again.rc, again.changed_count()) == (0, 0), again.output[-3000:]
+
+
+@pytest.mark.field("B05")
+def test_a_cable_in_different_cages_converges(pair: tuple[Node, Node]) -> None:
+    first, second = pair
+    with second.fault("other-cage"):
+        eventually(lambda: seen(second, OTHER[0], "address").endswith(":11"), "cage p1")
+        eventually(lambda: seen(second, OTHER[1], "phys_port_name") == "p1", "its port")
+        bare(second)
+        result = run()
+        assert (result.rc, result.changed_count()) == (0, 2), result.output[-3000:]
+        assert right(first) and right(second, OTHER)
+        assert all(ipv4(second, name) == [] for name in RAILS)
+        again = run()
+        assert (again.rc, again.changed_count()) == (0, 0), again.output[-3000:]
+        bare(second)
+    eventually(lambda: seen(second, RAILS[0], "address").endswith(":11"), "cage p0")
+    eventually(lambda: seen(second, RAILS[1], "phys_port_name") == "p0", "its port")
+
+
+def dummy_rank(node: Node) -> None:
+    """A container with the label of ours that does nothing: what the lab has of a rank that serves."""
+    node.text("sh", "-c", "tar -cf - --files-from /dev/null | docker import - lab-empty")
+    command = ["docker", "run", "-d", "--name", "lab-rank", "--network", "none"]
+    command += ["--label", "sparkfleet.install=lab", "--label", "sparkfleet.replica=alpha"]
+    for source, target in (("/usr", "/usr"), ("/usr/lib", "/lib"), ("/usr/lib64", "/lib64")):
+        command += ["-v", f"{source}:{target}:ro"]
+    node.text(*command, "lab-empty", "/usr/bin/sleep", "900")
+
+
+@pytest.mark.field("B14")
+def test_nothing_is_changed_or_measured_while_a_rank_runs(pair: tuple[Node, Node]) -> None:
+    assert run().rc == 0
+    first = pair[0]
+    tool = (Path(__file__).parent / "ib_write_bw").read_text()
+    try:
+        for node in pair:
+            node.write("/usr/local/bin/ib_write_bw", tool, 0o755)
+        dummy_rank(first)
+        quiet = run(fabric_measure="always")
+        assert (quiet.rc, quiet.changed_count()) == (0, 0), quiet.output[-3000:]
+        assert "not measured (ranks run (lab-rank)" in " ".join(quiet.output.split())
+        result = run(fabric_mtu=8000)
+        refused(result, "lab-rank", "fabric_allow_disruptive")
+        assert right(first)
+        first.text("docker", "rm", "-f", "lab-rank")
+        # The other node may have gone ahead; it goes back, or is repaired.
+        assert run().rc == 0
+        converged(pair, run(), changed=0)
+    finally:
+        first.run("docker", "rm", "-f", "lab-rank")
+        first.run("docker", "rmi", "lab-empty")
+        for node in pair:
+            node.run("rm", "-f", "/usr/local/bin/ib_write_bw")
 
 
 def test_a_lost_controller_brings_the_old_network_back(pair: tuple[Node, Node]) -> None:
@@ -275,6 +349,7 @@ def test_undo(pair: tuple[Node, Node]) -> None:
     ("setting", "verdict", "good"),
     [
         (None, "healthy", True),
+        ("92.57 92.60 1024", "small_mtu", False),
         ("12.86 12.90", "stale_init", False),
         ("60.00 60.10", "degraded", False),
         ("0.23 7.31", "degraded", False),

@@ -110,6 +110,37 @@ def test_four_nodes_with_a_wider_prefix() -> None:
     ]
 
 
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_ring_has_its_own_pool_and_renumbers_nobody(world: int) -> None:
+    config = copy.deepcopy(BASE)
+    config["replicas"]["aring"] = {"nodes": [f"n{k}" for k in range(world)], "ring_pool": "10.78.0.0/27"}
+    rows = made(config, {"alpha": 0, "beta": 1})
+    assert rows["a1"] == made(BASE)["a1"] and rows["b2"] == made(BASE)["b2"]
+    first = [row["address"] for row in rows["n0"]["sparkfleet_rails"]]
+    last = 8 * world - 8
+    assert first == ["10.78.0.1/30", "10.78.0.5/30", f"10.78.0.{last + 2}/30", f"10.78.0.{last + 6}/30"]
+    assert "sparkfleet_ring_pool" not in rows["n0"]
+    members = [fleet_filter.member(name, values) for name, values in rows.items()]
+    assert rails.replica_refusals(members) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nodes": ["a", "b"]}, "a ring has 3 or 4 nodes, not 2"),
+        ({"nodes": list("abcde")}, "not 5"),
+        ({"ring_pool": "10.78.0.0/28"}, "ring_pool: 10.78.0.0/28 has no room"),
+        ({"ring_pool": "100.64.0.0/24"}, "ring_pool: 100.64.0.0/24 touches"),
+        ({"ring_pool": "10.77.8.0/24"}, "touches rail_pool 10.77.0.0/16"),
+        ({"nodes": [{"name": "a", "netdevs": ["e0", "e1"]}, "b", "c"]}, "names of four interfaces"),
+    ],
+)
+def test_refusals_of_a_ring(change: dict[str, Any], words: str) -> None:
+    ring = {"nodes": ["a", "b", "c"], "ring_pool": "10.78.0.0/27", **change}
+    with pytest.raises(fleet.FleetError, match=words):
+        fleet.build({**BASE, "replicas": {"ring": ring}}, {})
+
+
 def test_a_single_node_has_no_rails() -> None:
     assert made({**BASE, "replicas": {"solo": {"nodes": ["s1"]}}})["s1"]["sparkfleet_rails"] == []
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from ansible_collections.sparkfleet.serving.plugins.filter import rails as rail_filter
 from ansible_collections.sparkfleet.serving.plugins.module_utils import rails
 from hypothesis import given
 from hypothesis import strategies as st
@@ -225,6 +226,115 @@ def test_three_and_four_nodes_on_a_switch(world: int) -> None:
     assert refusals == []
     assert len(plans["n0"][1].peers) == world - 1
     assert plans["n1"][0].peer_address == "10.77.0.1"
+
+
+def ring(world: int) -> list[dict]:  # type: ignore[type-arg]
+    """Members of a ring, a cable from each to the next one, addresses as ring_subnets counts them."""
+    rows = []
+    for rank in range(world):
+        addresses = [
+            f"10.78.0.{4 * number + rails.ring_host(rail)}/30"
+            for rail, number in enumerate(rails.ring_subnets(rank, world))
+        ]
+        rows.append(
+            {
+                "name": f"n{rank}",
+                "replica": "ring",
+                "rank": rank,
+                "world": world,
+                "rails": [{"address": address} for address in addresses],
+            }
+        )
+    return rows
+
+
+@pytest.mark.parametrize("world", [3, 4])
+def test_a_ring_with_a_cable_to_each_neighbour(world: int) -> None:
+    rows = ring(world)
+    assert rails.replica_refusals(rows) == []
+    both = probe(cabled=("p0", "p1"))
+    plans, refusals = rails.plan_rails(rows, {row["name"]: both for row in rows})
+    assert refusals == []
+    for rank in range(world):
+        plan = plans[f"n{rank}"]
+        ahead, behind = f"n{(rank + 1) % world}", f"n{(rank - 1) % world}"
+        assert [item.netdev for item in plan] == [
+            "enp1s0f0np0",
+            "enP2p1s0f0np0",
+            "enp1s0f1np1",
+            "enP2p1s0f1np1",
+        ]
+        assert [[peer["name"] for peer in item.peers] for item in plan] == [[ahead]] * 2 + [[behind]] * 2
+    # Both ends of a wire name each other, and a wire has two ends.
+    ends = {item.ip: item.peer_address for plan in plans.values() for item in plan}
+    assert len(ends) == 4 * world
+    assert all(ends[other] == own for own, other in ends.items())
+    assert len({item.network for plan in plans.values() for item in plan}) == 2 * world
+
+
+@pytest.mark.parametrize(
+    ("change", "check"),
+    [
+        (lambda rows: rows[1]["rails"].reverse(), "rail-subnets-differ"),
+        (
+            lambda rows: rows[1].update(rails=rows[1]["rails"][2:] + rows[1]["rails"][:2]),
+            "rail-subnets-differ",
+        ),
+        (lambda rows: rows[2]["rails"][0].update(address="10.99.0.1/30"), "rail-subnets-differ"),
+        (lambda rows: rows[2]["rails"][1].update(address="10.78.0.1/30"), "address-twice"),
+        (lambda rows: rows[2]["rails"].pop(), "rails-count"),
+        (lambda rows: rows.pop(), "half-pair"),
+    ],
+)
+def test_a_ring_that_is_not_closed(change, check) -> None:  # type: ignore[no-untyped-def]
+    rows = ring(3)
+    change(rows)
+    assert check in checks(rails.replica_refusals(rows))
+
+
+def test_a_ring_needs_both_cages_and_three_or_four_nodes() -> None:
+    rows = ring(3)
+    seen = {row["name"]: probe(cabled=("p0", "p1")) for row in rows} | {"n1": probe()}
+    plans, refusals = rails.plan_rails(rows, seen)
+    assert sorted(plans) == ["n0", "n2"]
+    assert [(item.check, item.node) for item in refusals] == [("cable", "n1")]
+    assert "1 of 2 cages" in refusals[0].found
+    for world in (1, 2, 5):
+        with pytest.raises(rails.RailError, match="a ring has 3 or 4 nodes"):
+            rails.ring_subnets(0, world)
+    # Four rails in a pair are a mistake, not a ring.
+    pairs = pair()
+    pairs[0]["rails"] = ring(3)[0]["rails"]
+    assert "rails-count" in checks(rails.replica_refusals(pairs))
+
+
+def test_two_cables_plugged_the_other_way_round_are_named() -> None:
+    rows = ring(3)
+    names = ["enp1s0f1np1", "enP2p1s0f1np1", "enp1s0f0np0", "enP2p1s0f0np0"]
+    for rail, name in zip(rows[0]["rails"], names, strict=True):
+        rail["netdev"] = name
+    plans, refusals = rails.plan_rails(rows, {row["name"]: probe(cabled=("p0", "p1")) for row in rows})
+    assert refusals == []
+    assert [item.netdev for item in plans["n0"]] == names
+    assert plans["n0"][0].peers[0]["name"] == "n1"
+
+
+def test_each_node_of_a_ring_measures_towards_the_next() -> None:
+    rows = ring(3)
+    own = rail_filter.own_rails(rows, "n0")
+    assert [row["peers"] for row in own] == [["10.78.0.2"], ["10.78.0.6"], ["10.78.0.17"], ["10.78.0.21"]]
+    sent = rail_filter.proof_rails(rows, "n0", "n1")
+    heard = rail_filter.proof_rails(rows, "n0", "n1", "serve")
+    assert [(row["address"], row["peer"]) for row in sent] == [
+        ("10.78.0.1/30", "10.78.0.2"),
+        ("10.78.0.5/30", "10.78.0.6"),
+    ]
+    assert [(row["address"], row["peer"]) for row in heard] == [("10.78.0.2/30", ""), ("10.78.0.6/30", "")]
+    couple = rail_filter.proof_rails(pair(), "spark-2", "spark-1")
+    assert [(row["address"], row["peer"]) for row in couple] == [
+        ("10.77.0.2/30", "10.77.0.1"),
+        ("10.77.1.2/30", "10.77.1.1"),
+    ]
 
 
 def test_a_single_spark_needs_no_rails() -> None:
