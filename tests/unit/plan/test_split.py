@@ -41,6 +41,9 @@ def test_small_indexes_do_not_move() -> None:
     for (world, parity), names in SMALL_NAMES.items():
         split = sp.plan_split(lock, NATIVE, world, parity=parity)
         assert [rank.index_sha256[:12] for rank in split.ranks] == names
+        assert all(sum(rank.classes.values()) == rank.data_bytes for rank in split.ranks)
+        assert split.vision_bytes == 0
+        assert {rank.uneven for rank in split.ranks} == {world == 4}
 
 
 # -------------------------------------------------------------------
@@ -94,6 +97,8 @@ def test_world_4_is_a_2d_split_and_parity_evens_it(full_lock: ModelLock) -> None
     plain = list(sp.native_parts(scheme, dims, 4, 2))
     cuts = {part.name: (part.cols, part.rows) for part in plain}
     assert cuts["head"] == ((32_384, 64_640), None)
+    assert {part.mode for part in plain if part.cols} == {"grid", "column"}
+    assert next(part.mode for part in plain if part.name == "head") == "grid"
     assert cuts["layers.0.attn.wq_b"] == ((8192, 16_384), None)
     assert cuts["layers.0.attn.wo_b"] == ((2560, 5120), (0, 4096))
     assert cuts["layers.0.ffn.experts.0.w1"] == ((640, 1152), None)
@@ -119,6 +124,8 @@ def test_parity_needs_a_2d_split() -> None:
 def test_every_rank_of_2_has_its_own_index(full_pair: sp.Split) -> None:
     assert full_pair.ranks[1].file_name == "rank1of2-f4b9c7e9bd4f6316d1b4.bin"
     assert full_pair.ranks[1].index_bytes == 13_780_800
+    shown = full_pair.ranks[1].as_dict()["classes"]
+    assert list(shown.values()) == sorted(shown.values(), reverse=True)
 
 
 def test_the_index_hangs_on_layout_alone(full_lock: ModelLock) -> None:
@@ -273,6 +280,7 @@ def test_uneven_blocks_kv_of_one_block_and_biases(exl3: dict[str, Path]) -> None
     dsv4 = sp.plan_split(from_directory(exl3["tiny-dsv4-exl3-3.0bpw"]), "plain_tp", 2)
     width = [next(p.cols for p, _s in r.parts if p.name.endswith("experts.0.w1")) for r in dsv4.ranks]
     assert width == [(0, 256), (256, 384)]
+    assert {rank.as_dict()["uneven"] for rank in dsv4.ranks} == {True}
     padded = sp.plan_split(from_directory(exl3["tiny-llama-pad-exl3-2.0bpw"]), "plain_tp", 2)
     modes = [{p.name: p.mode for p, _s in rank.parts} for rank in padded.ranks]
     assert modes[0]["model.layers.0.self_attn.k_proj"] == "replicated"
@@ -370,6 +378,13 @@ BROKEN: dict[str, tuple[Change, str, str]] = {
         "I16 [8, 48]",
     ),
     "bits": (_tensor("layers.0.attn.wq_a.trellis", ("I16", (16, 8, 9))), "bad-bits", "9/16"),
+    "a sixteenth of a bit": (
+        _tensor("layers.0.attn.wq_a.trellis", ("I16", (16, 8, 17))),
+        "bad-bits",
+        "17/16",
+    ),
+    "half a bit": (_tensor("layers.0.attn.wq_a.trellis", ("I16", (16, 16, 8))), "bad-bits", "8/16"),
+    "more than 8 bits": (_tensor("layers.0.attn.wq_a.trellis", ("I16", (16, 16, 136))), "bad-bits", "136/16"),
     "engram shard in the folder": (
         _tensor("layers.1.engram.embed.weight", ("F8_E4M3", (4, 128))),
         "foreign-shard",
