@@ -198,7 +198,7 @@ def test_a_tampered_switch_is_refused_before_anything_runs(pair: dict[str, Node]
     try:
         done = run("start")
         assert done.rc == 2
-        assert "switch idx_split: '1' here, None there" in " ".join(done.output.split())
+        assert "switch idx_split" in " ".join(done.output.split())
         assert all(NAME not in containers(node) for node in pair.values())
     finally:
         worker.write(path, text, 0o600)
