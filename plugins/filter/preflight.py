@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
+from ansible_collections.sparkfleet.serving.plugins.module_utils import disk_needs as needs
 from ansible_collections.sparkfleet.serving.plugins.module_utils import preflight as core
 from ansible_collections.sparkfleet.serving.plugins.module_utils.rails import Refusal
 
@@ -70,6 +71,36 @@ def preflight_pins(
     return found
 
 
+def disk_needs(
+    plan: Mapping[str, Any],
+    members: Sequence[Mapping[str, Any]],
+    data_dir: str,
+    *,
+    model: str = "",
+    engram: str = "",
+    docker_root: str = needs.DOCKER_ROOT,
+) -> list[dict[str, Any]]:
+    """preflight_disk_needs of one replica from its plan; see module_utils/disk_needs.py. `model` and `engram` are
+    REPO@REVISION."""
+    try:
+        return needs.disk_needs(
+            plan, list(members), str(data_dir), model=model, engram=engram, docker_root=docker_root
+        )
+    except (needs.NeedsError, KeyError, TypeError) as error:
+        raise AnsibleFilterError(f"disk_needs: {error}") from error
+
+
+def disk_report(
+    members: Sequence[Mapping[str, Any]], seen: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
+) -> dict[str, Any]:
+    """{failed, rows, table, json} of the disks alone: what can only be judged once there is a plan."""
+    chosen = _options(options)
+    rows = core.disk_refusals(
+        list(members), {name: row["probe"] for name, row in seen.items() if row.get("probe")}, chosen
+    )
+    return _report(core.soften(rows, chosen.warn))
+
+
 class FilterModule:
     """Filters of the role preflight."""
 
@@ -78,4 +109,6 @@ class FilterModule:
             "preflight_inventory": preflight_inventory,
             "preflight_report": preflight_report,
             "preflight_pins": preflight_pins,
+            "disk_needs": disk_needs,
+            "disk_report": disk_report,
         }

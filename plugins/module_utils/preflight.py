@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import rails
+from .disk_needs import lacking
 from .rails import Refusal
 
 GIB = 1024**3
@@ -423,6 +424,7 @@ def _memory(node: str, probe: Mapping[str, Any], options: Options) -> list[Refus
 
 
 def _disk(node: str, rank: int, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    """What will be written against what is free, by filesystem; what lies there already is not asked for twice."""
     found = []
     paths = (probe.get("disk") or {}).get("paths") or {}
     needs: dict[str, list[tuple[str, int]]] = {}
@@ -430,11 +432,14 @@ def _disk(node: str, rank: int, probe: Mapping[str, Any], options: Options) -> l
     for need in options.disk_needs:
         if need.get("rank") is not None and int(need["rank"]) != rank:
             continue
+        if need.get("node") is not None and str(need["node"]) != node:
+            continue
         row = paths.get(str(need["path"])) or {}
-        if row.get("available_bytes") is None:
+        count = lacking(need, paths, probe.get("docker") or {})
+        if row.get("available_bytes") is None or not count:
             continue
         mount = str(row["mountpoint"])
-        needs.setdefault(mount, []).append((str(need.get("what") or need["path"]), int(need["bytes"])))
+        needs.setdefault(mount, []).append((str(need.get("what") or need["path"]), count))
         room[mount] = int(row["available_bytes"])
     for mount, items in sorted(needs.items()):
         total = sum(count for _what, count in items)
@@ -462,6 +467,18 @@ def _disk(node: str, rank: int, probe: Mapping[str, Any], options: Options) -> l
                     "choose a local directory",
                 )
             )
+    return found
+
+
+def disk_refusals(
+    members: Sequence[Mapping[str, Any]], probes: Mapping[str, Mapping[str, Any]], options: Options
+) -> list[Refusal]:
+    """The disk checks of all members that answered."""
+    found = []
+    for row in members:
+        name = str(row["name"])
+        if name in probes:
+            found += _disk(name, int(row.get("rank", 0)), probes[name], options)
     return found
 
 

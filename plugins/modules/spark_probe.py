@@ -24,8 +24,8 @@ options:
     elements: str
     default: [all]
   paths:
-    description: Paths for which the filesystem below them and its free space are reported, beside the usual
-      ones.
+    description: Paths for which the filesystem below them, its free space and the bytes that lie there already
+      are reported, beside the usual ones (of those the bytes are not counted).
     type: list
     elements: str
     default: []
@@ -121,7 +121,7 @@ probe:
         default_runtime, root_dir, networks,
         containers (id, name, image, state, labels, owned), daemon_json (whether it exists). containers is
         the truth only when
-        known."
+        known. image_bytes is the largest image of this collection, 0 without one, none when not known."
       type: dict
       returned: subset docker
     gpu:

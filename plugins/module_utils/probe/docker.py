@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 from .reader import Reader
 
 OWN_LABEL = "sparkfleet.install"
+IMAGE_LABEL = "sparkfleet.content"
 
 
 def container(row: dict[str, Any]) -> dict[str, Any]:
@@ -41,6 +43,7 @@ def read(reader: Reader) -> dict[str, Any]:
         "architecture": None,
         "networks": [],
         "containers": [],
+        "image_bytes": None,
         "daemon_json": reader.exists("/etc/docker/daemon.json"),
     }
     ok, info = reader.docker("/info")
@@ -70,6 +73,9 @@ def read(reader: Reader) -> dict[str, Any]:
             for config in ((row.get("IPAM") or {}).get("Config") or [])
             if config.get("Subnet")
         )
+    ok, rows = reader.docker("/images/json", {"filters": json.dumps({"label": [IMAGE_LABEL]})})
+    if ok:
+        found["image_bytes"] = max((int(row.get("Size") or 0) for row in rows), default=0)
     ok, rows = reader.docker("/containers/json", {"all": True})
     if ok:
         found["known"] = True

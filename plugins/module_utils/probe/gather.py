@@ -94,7 +94,8 @@ def gather(reader: Reader, wanted: Iterable[str] = ("all",), paths: Iterable[str
         root = (probe.get("docker") or {}).get("root_dir")
         if root and root not in asked:
             asked.append(root)
-        probe["disk"] = storage.read(reader, asked)
+        # What lies below a path is only counted where somebody asks for this very path.
+        probe["disk"] = storage.read(reader, asked, [path for path in paths if path not in DEFAULT_PATHS])
     probe["missing_privileges"] = reader.missing_privileges
     probe["timeouts"] = reader.timeouts
     probe["seconds"] = round(time.monotonic() - started, 3)

@@ -113,7 +113,35 @@ def disk_of(reader: Reader, major_minor: str) -> str | None:
     return parts[1].split("/")[0] if len(parts) == 2 else None
 
 
-def read(reader: Reader, paths: list[str]) -> dict[str, Any]:
+#: Entries below a path that are counted; more than a data directory ever has, less than a whole disk.
+MAX_ENTRIES = 20000
+
+
+def held_bytes(reader: Reader, path: str) -> int | None:
+    """Bytes on disk of the file or of everything below the directory; 0 when it is absent, None when it is too
+    much to count or not readable. Holes count as holes: a download that has only begun takes no room yet."""
+    top = reader.path(path)
+    total = entries = 0
+    pending = [top]
+    while pending:
+        place = pending.pop()
+        try:
+            stat = place.lstat()
+            if place.is_dir() and not place.is_symlink():
+                pending += list(place.iterdir())
+            else:
+                total += stat.st_blocks * 512
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return None
+        entries += 1
+        if entries > MAX_ENTRIES:
+            return None
+    return total
+
+
+def read(reader: Reader, paths: list[str], count: list[str] | None = None) -> dict[str, Any]:
     mounts = parse_mountinfo(reader.text("/proc/self/mountinfo") or "")
     filesystems = []
     seen = set()
@@ -147,6 +175,9 @@ def read(reader: Reader, paths: list[str]) -> dict[str, Any]:
             (item for item in filesystems if mount and item["mountpoint"] == mount["mountpoint"]), None
         )
         held[path] = {
+            "held_bytes": held_bytes(reader, path)
+            if path in (count or []) and not (holder and holder["network"])
+            else None,
             "exists": reader.exists(path) if not (holder and holder["network"]) else None,
             "mountpoint": mount["mountpoint"] if mount else None,
             "fstype": mount["fstype"] if mount else None,
