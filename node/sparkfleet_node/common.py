@@ -7,6 +7,7 @@ import json
 import os
 import socket
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -52,7 +53,14 @@ class Status:
     def __init__(self, host: Host, replica: str) -> None:
         self.host = host
         self.path = status_path(replica)
-        self.values: Json = {"replica": replica, "pid": os.getpid(), "boot_id": boot_id(host)}
+        # `run` tells one life of a rank from the next; `partners` are the lives of the peers that it is bound to.
+        self.values: Json = {
+            "replica": replica,
+            "pid": os.getpid(),
+            "boot_id": boot_id(host),
+            "run": uuid.uuid4().hex,
+            "partners": {},
+        }
 
     def set(self, phase: str, message: str = "", **more: Any) -> None:
         """Change phase and message; ``more`` is kept until it is changed again."""

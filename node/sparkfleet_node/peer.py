@@ -86,6 +86,8 @@ def answer_state(host: Host, replica: str, _body: Json) -> Json:
         "alive": bool(agent["alive"]),
         "since": agent.get("since"),
         "exit": agent.get("exit"),
+        "run": agent.get("run"),
+        "partners": agent.get("partners", {}),
         "tail": agent.get("tail", []),
         "guard": guard,
         "boot_id": boot_id(host),

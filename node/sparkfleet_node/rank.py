@@ -86,7 +86,7 @@ class Rank:
         self.exit_code: int | None = None
         self.exit_note = ""
         self.ended = threading.Event()
-        self.seen: set[int] = set()
+        self.partners: dict[int, str] = {}
         self.gone: dict[int, int] = {}
 
     # -- before the container ------------------------------------------------------------------------------
@@ -171,9 +171,29 @@ class Rank:
                         "running",
                         "start the replica as a whole (playbook start), not one rank",
                     )
+                bound = (state.get("partners") or {}).get(str(self.rank))
+                if bound not in (None, self.status.values["run"]):
+                    raise Refusal(
+                        f"rank {other['rank']} on {other['name']} still belongs to an earlier run of this rank",
+                        "it runs since before this start, and would never answer this one",
+                        "a rank that was started for this run",
+                        "start the replica as a whole (playbook restart)",
+                    )
+                self.bind(int(other["rank"]), state)
 
             until(running, self.wait_s(), stopped=self.stop.is_set)
             self.check_stop()
+
+    def bind(self, number: int, state: Mapping[str, Any]) -> None:
+        """Remember which life of a peer this rank belongs to; ranks never survive a restart of each other."""
+        run = str(state.get("run") or "")
+        if run and self.partners.get(number) != run:
+            self.partners[number] = run
+            self.status.set(
+                str(self.status.values.get("phase", "checking")),
+                str(self.status.values.get("message", "")),
+                partners={str(key): value for key, value in self.partners.items()},
+            )
 
     def clear(self) -> None:
         """Remove a container of ours that an earlier run left behind; its log is saved first."""
@@ -288,12 +308,18 @@ class Rank:
             except Refusal:
                 self.gone[number] = 0
                 continue
-            if state["alive"]:
-                self.seen.add(number)
+            known = self.partners.get(number)
+            if state["alive"] and known in (None, state.get("run")):
+                self.bind(number, state)
                 self.gone[number] = 0
                 continue
+            if state["alive"]:
+                raise Ended(
+                    EXIT_PEER_LOST,
+                    f"rank {number} on {other['name']} is gone: it was started anew, which its peers do not survive",
+                )
             died = state["phase"] == "failed" and float(state.get("since") or 0) > self.started_at
-            if number not in self.seen and not died:
+            if known is None and not died:
                 continue
             self.gone[number] = self.gone.get(number, 0) + 1
             if self.gone[number] < PEER_COUNT:

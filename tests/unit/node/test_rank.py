@@ -35,6 +35,8 @@ class Peers:
             "message": "",
             "since": 0,
             "exit": None,
+            "run": "r1",
+            "partners": {},
         }
         self.differences: list[str] = []
         self.silent = False
@@ -192,6 +194,31 @@ def test_a_peer_that_was_stopped_ends_the_rank_in_peace(node: TreeHost, api: Doc
     time.sleep(0.3)
     peers.state.update({"alive": False, "phase": "stopped", "exit": 0, "message": "stopped on request"})
     assert run.end() == 0
+
+
+@pytest.mark.field("B78")
+def test_a_peer_that_came_back_is_another_one(node: TreeHost, api: DockerApi, peers: Peers) -> None:
+    """It was silent while its node restarted; its new rank would never answer this one."""
+    run = Run(node, api, peers)
+    run.running()
+    peers.silent = True
+    time.sleep(0.3)
+    peers.silent = False
+    peers.state.update({"run": "r2", "phase": "checking"})
+    assert run.end() == rank.EXIT_PEER_LOST
+    assert "it was started anew" in run.status()["message"]
+
+
+@pytest.mark.field("B77")
+def test_a_rank_of_an_earlier_run_is_not_joined(
+    node: TreeHost, api: DockerApi, docker: FakeDocker, peers: Peers
+) -> None:
+    """After a restart of the head alone, the worker's rank still waits for the head that is gone."""
+    peers.state["partners"] = {"0": "an earlier run"}
+    run = Run(node, api, peers)
+    assert run.end() == rank.EXIT_REFUSED
+    assert "still belongs to an earlier run" in run.status()["message"]
+    assert docker.containers == {}
 
 
 def test_a_silent_peer_is_left_alone(node: TreeHost, api: DockerApi, peers: Peers) -> None:
