@@ -424,11 +424,17 @@ class RailNode:
             os.fsync(stream.fileno())
         Path(name).replace(OWN_PATH)
 
+    def networkmanager_holds(self, netdevs: Sequence[str]) -> bool:
+        """Whether netplan last gave one of the interfaces to NetworkManager. Only `netplan apply` tells it that
+        this has changed."""
+        base = "/run/NetworkManager/system-connections"
+        return any(self.reader.exists(f"{base}/netplan-{name}.nmconnection") for name in netdevs)
+
     def activate(self, netdevs: Sequence[str], renderer: str) -> None:
         active = (
             self.reader.run(["systemctl", "is-active", "systemd-networkd.service"]).stdout.strip() == "active"
         )
-        if renderer != "networkd" or not active:
+        if renderer != "networkd" or not active or self.networkmanager_holds(netdevs):
             self.run("netplan", "apply", timeout=90.0)
             return
         self.run("netplan", "generate")
@@ -493,7 +499,7 @@ class RailNode:
         # Only names that passed rails.NETDEV or came from the kernel stand here, quoted all the same.
         names = [shlex.quote(name) for name in plan.netdevs]
         lines += [f"ip -4 address flush dev {name}" for name in names]
-        if plan.renderer == "networkd":
+        if plan.renderer == "networkd" and not self.networkmanager_holds(plan.netdevs):
             lines += [
                 "netplan generate",
                 "networkctl reload",

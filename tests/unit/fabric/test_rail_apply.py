@@ -111,7 +111,19 @@ class Spark(Reader):
                 here.update(row)
         out = root / "run/systemd/network"
         out.mkdir(parents=True)
+        profiles = root / "run/NetworkManager/system-connections"
         for name, row in merged.items():
+            if row.get("renderer") == "NetworkManager":
+                # As netplan 1.1 writes it.
+                profiles.mkdir(parents=True, exist_ok=True)
+                addresses = "\n".join(f"address{n}={one}" for n, one in enumerate(row["addresses"], 1))
+                (profiles / f"netplan-{name}.nmconnection").write_text(
+                    f"[connection]\nid=netplan-{name}\ntype=ethernet\ninterface-name={name}\n\n"
+                    f"[ethernet]\nwake-on-lan=0\nmtu={row.get('mtu', 0)}\n\n"
+                    f"[ipv4]\nmethod={'auto' if row.get('dhcp4') else 'manual'}\n{addresses}\n\n"
+                    "[ipv6]\nmethod=disabled\n"
+                )
+                continue
             lines = [
                 "[Match]",
                 f"Name={name}",
@@ -242,6 +254,55 @@ def test_who_renders(spark: Spark) -> None:
     probe = RailNode(spark).probe()
     assert RailNode(spark).renderer(probe, RAILS) == "NetworkManager"
     assert probe["netplan"]["generated"][RAILS[0]]["addresses"] == ["10.0.0.1/24"]
+
+
+def as_networkmanager(spark: Spark, address: str = "10.0.0.1/24") -> None:
+    """The rails as a node has them whose desktop manages every interface."""
+    spark.put(
+        "/etc/netplan/01-network-manager-all.yaml", "network:\n  version: 2\n  renderer: NetworkManager\n"
+    )
+    spark.path("/etc/netplan/00-base.yaml").unlink()
+    spark.put(
+        f"/run/NetworkManager/system-connections/netplan-{RAILS[0]}.nmconnection",
+        f"[ipv4]\nmethod=manual\naddress1={address}\n[ethernet]\nmtu=9000\n",
+    )
+
+
+@field("B07")
+def test_networkmanager_as_renderer_is_planned_validated_and_applied_by_netplan(
+    spark: Spark, tmp_path: Path
+) -> None:
+    as_networkmanager(spark)
+    found = plan(spark)
+    assert found.renderer == "NetworkManager" and found.write and not found.disable
+    assert found.text.count("renderer: NetworkManager") == 2
+    node = RailNode(spark, state_dir=str(tmp_path / "state"))
+    script = node.save(found).read_text()
+    assert "netplan apply" in script and "networkctl" not in script
+    node.activate(RAILS, found.renderer)
+    assert "netplan apply" in spark.ran
+    assert not [text for text in spark.ran if text.startswith(("nmcli", "networkctl"))]
+    # What netplan would make of a wrong file is seen through its profiles, too.
+    found.mtu = 1500
+    problem = node.validate(found, keep_foreign=False, own=True)
+    assert problem is not None and "mtu 1500" in problem
+
+
+def test_a_second_run_with_networkmanager_changes_nothing(spark: Spark) -> None:
+    as_networkmanager(spark, "10.77.0.1/30")
+    spark.put("/etc/netplan/40-cx7.yaml", plan(spark).text)
+    settled(spark)
+    assert not plan(spark).changed
+
+
+def test_rails_go_from_networkmanager_to_networkd_and_back(spark: Spark, tmp_path: Path) -> None:
+    as_networkmanager(spark)
+    found = plan(spark, renderer="networkd")
+    node = RailNode(spark, state_dir=str(tmp_path / "state"))
+    assert "netplan apply" in node.save(found).read_text()
+    spark.answers["systemctl"] = Answer(0, "active\n")
+    node.activate(RAILS, "networkd")
+    assert "netplan apply" in spark.ran
 
 
 @field("B12")
