@@ -222,7 +222,7 @@ def rule_opens(rule: Mapping[str, Any], netdev: str, network: str) -> bool | Non
                 return None
         except (TypeError, ValueError):
             return None
-    return rule["action"] == "ALLOW"
+    return bool(rule["action"] == "ALLOW")
 
 
 def _firewall(node: str, plan: Sequence[rails.RailPlan], probe: Mapping[str, Any]) -> list[Refusal]:

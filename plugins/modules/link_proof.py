@@ -51,6 +51,10 @@ options:
     description: RDMA path MTU in bytes that every rail must have. V(0) does not ask.
     type: int
     default: 4096
+  peer_reason:
+    description: The RV(reason) that the peer gave for not listening. With one nothing is measured.
+    type: str
+    default: ''
 attributes:
   check_mode:
     description: Nothing is measured in check mode.
@@ -250,6 +254,7 @@ def main() -> None:
             "port": {"type": "int", "default": 12000},
             "seconds": {"type": "int", "default": 5},
             "mtu": {"type": "int", "default": 4096},
+            "peer_reason": {"type": "str", "default": ""},
         },
         supports_check_mode=True,
     )
@@ -263,6 +268,8 @@ def main() -> None:
     if reader.run(["ib_write_bw", "--version"]).absent:
         unmeasured(module, reader, "perftest is not installed")
     reason = reason_not_to_measure(docker.read(reader), memory.read(reader)["available_bytes"])
+    if not reason and module.params["peer_reason"]:
+        reason = f"the other node does not listen: {module.params['peer_reason']}"
     if reason:
         unmeasured(module, reader, reason)
     try:
