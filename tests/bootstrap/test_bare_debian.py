@@ -10,6 +10,7 @@ from pathlib import Path
 
 import docker
 import pytest
+from docker.models.containers import Container
 
 from lab.config import LABEL, PREFIX, cache_directory
 from lab.image import MIRROR, has_image
@@ -33,7 +34,7 @@ def tree() -> bytes:
 
 
 @pytest.fixture(params=sorted(SUITES))
-def debian(request: pytest.FixtureRequest) -> Iterator[tuple[str, docker.models.containers.Container]]:
+def debian(request: pytest.FixtureRequest) -> Iterator[tuple[str, Container]]:
     """A container of a minimal Debian, with the clone in /root/clone."""
     suite = request.param
     client = docker.from_env(timeout=600)
@@ -64,7 +65,7 @@ def debian(request: pytest.FixtureRequest) -> Iterator[tuple[str, docker.models.
         container.remove(force=True)
 
 
-def test_bootstrap_prepares_a_bare_debian(debian: tuple[str, docker.models.containers.Container]) -> None:
+def test_bootstrap_prepares_a_bare_debian(debian: tuple[str, Container]) -> None:
     suite, container = debian
     python, core = SUITES[suite]
 

@@ -1,4 +1,4 @@
-"""What a node of a serving replica looks like, asked of the machine itself. The same file serves the lab and a real fleet:
+"""What a node of a serving replica looks like, asked of the machine itself, in the lab and on a real fleet:
 
 pytest --hosts=ansible://all --ansible-inventory=inventory/mine --sudo tests/testinfra
 """
