@@ -173,6 +173,15 @@ def test_nvidias_own_file_is_not_ours(pair: tuple[Node, Node]) -> None:
     converged(pair, run(fabric_takeover=True))
 
 
+@pytest.mark.field("B07")
+def test_netplan_itself_accepts_the_file_for_networkmanager(pair: tuple[Node, Node]) -> None:
+    """The node has no NetworkManager, but its netplan writes the profiles that the role validates."""
+    result = run("--check", "--diff", fabric_renderer="NetworkManager")
+    assert (result.rc, result.changed_count()) == (0, 2), result.output[-3000:]
+    assert result.output.count("+      renderer: NetworkManager") == 4
+    assert pair[0].run("test", "-e", OWN).status != 0
+
+
 @pytest.mark.field("B10")
 def test_a_wrong_mtu_at_one_end_is_repaired(pair: tuple[Node, Node]) -> None:
     assert run().rc == 0

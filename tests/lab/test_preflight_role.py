@@ -125,6 +125,64 @@ def test_a_foreign_listener_is_named_and_left_alone(pair: tuple[Node, Node]) -> 
         node.run("systemctl", "stop", "lab-jupyter")
 
 
+UFW = """#!/bin/sh
+cat <<'END'
+Status: active
+
+To                         Action      From
+--                         ------      ----
+22/tcp                     ALLOW       Anywhere
+Anywhere on enp1s0f0np0    ALLOW       10.77.0.0/30
+END
+"""
+
+
+@pytest.mark.field("B15")
+def test_a_firewall_between_the_rails_is_refused_with_the_rule_that_is_missing(
+    pair: tuple[Node, Node],
+) -> None:
+    node = pair[1]
+    try:
+        node.text("mkdir", "-p", "/etc/ufw")
+        node.write("/etc/ufw/ufw.conf", "ENABLED=yes\nLOGLEVEL=low\n")
+        node.write("/etc/default/ufw", 'DEFAULT_INPUT_POLICY="DROP"\n')
+        node.write("/usr/local/sbin/ufw", UFW, 0o755)
+        result = run(preflight_format="json")
+        assert failing(result) == {("spark-2", "firewall")}
+        row = rows(result)["spark-2", "firewall"]
+        assert row["remedy"] == "ufw allow in on enP2p1s0f0np0 from 10.77.0.4/30"
+        node.write("/etc/ufw/ufw.conf", "ENABLED=no\n")
+        node.write("/usr/local/sbin/ufw", "#!/bin/sh\necho 'Status: inactive'\n", 0o755)
+        assert run().rc == 0
+    finally:
+        node.run("rm", "-rf", "/etc/ufw", "/etc/default/ufw", "/usr/local/sbin/ufw")
+
+
+@pytest.mark.field("B67")
+def test_the_disks_alone_with_what_lies_there_subtracted(pair: tuple[Node, Node]) -> None:
+    def disk(gib: int) -> Run:
+        need = {
+            "node": "spark-2",
+            "path": "/var/lib/sparkfleet/models/a/b",
+            "bytes": gib * 2**30,
+            "what": "it",
+        }
+        words = ["-e", json.dumps({"preflight_disk_needs": [need], "preflight_format": "json"})]
+        return play("tests/lab/disk.yml", str(inventory()), extra=words)
+
+    result = disk(1)
+    assert (result.rc, result.changed_count()) == (0, 0), result.output[-3000:]
+    assert failing(disk(10**6)) == {("spark-2", "disk")}
+    folder = "/var/lib/sparkfleet/models/a"
+    try:
+        pair[1].text("mkdir", "-p", f"{folder}/b")
+        pair[1].text("fallocate", "-l", "64M", f"{folder}/b/file")
+        row = rows(disk(10**6))["spark-2", "disk"]
+        assert "it 999999.9 GiB" in row["wanted"], row
+    finally:
+        pair[1].run("rm", "-rf", folder)
+
+
 @pytest.mark.field("B18", "B87")
 def test_sudo_that_wants_a_password_is_named_first_and_the_rest_is_read(pair: tuple[Node, Node]) -> None:
     node = pair[0]
