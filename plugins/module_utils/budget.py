@@ -86,7 +86,6 @@ LEAST_CHUNK = 512
 LEAST_GAIN = 0.005
 
 # --- caches
-# ----------------------------------------------------------------------------------------------------
 
 #: Rows a decode round takes beyond the prompt (engine: R).
 DECODE_ROWS = 16
@@ -208,7 +207,6 @@ def caches(shape: CacheShape, kind: str, context: int, slots: int, world: int = 
 
 
 # --- vLLM's block layouts
-# ----------------------------------------------------------------------------------------
 
 #: Rows of a page and the alignment of its bytes (they give V4-Flash's block of 1,039,680 B too).
 VLLM_PAGE_ROWS = 64
@@ -504,7 +502,6 @@ def budget_for_node(
 
 
 # --- the replica
-# ---------------------------------------------------------------------------------------------------
 
 _ORDER = ("fits", "fits_with_warning", "does_not_fit")
 

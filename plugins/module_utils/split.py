@@ -158,8 +158,7 @@ SCHEMES: dict[str, Scheme] = {
     ),
 }
 
-# --- architecture of DeepSeek-V4.1 in load order (engine's plan; rank-cache tool, sections 3.2 to 3.4)
-# ------------
+# --- architecture of DeepSeek-V4.1 in load order (the engine's own plan)
 
 _HEAD: tuple[Item, ...] = (
     Item("embed.weight", "plain", "whole", "embed"),
@@ -377,7 +376,6 @@ def fixed_shape_differences(scheme: Scheme, config: dict[str, Any]) -> list[str]
 
 
 # --- division
-# --------------------------------------------------------------------------------------------------
 
 
 def block_bounds(size: int, world: int, rank: int) -> Range:
@@ -603,7 +601,6 @@ def native_parts(
 
 
 # --- plain tensor parallelism: rules over the names that the headers really hold
-# ---------------------------------
 
 
 class Rule(NamedTuple):
@@ -789,7 +786,6 @@ def _family_part(
 
 
 # --- layout
-# ----------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -1071,7 +1067,6 @@ def _plan_split(
 
 
 # --- what the engine's own tool does not see
-# -----------------------------------------------------------------------
 
 
 def audit(lock: ModelLock) -> list[str]:
@@ -1135,7 +1130,7 @@ def audit(lock: ModelLock) -> list[str]:
     return warnings
 
 
-#: Plain tensors that the engine keeps as F32 (section 3.3 of the rank-cache tool).
+#: Plain tensors that the engine keeps as F32 (its own plan).
 _F32_NAMES = (
     ".hc_attn_fn", ".hc_attn_scale", ".hc_attn_base", ".hc_ffn_fn", ".hc_ffn_scale", ".hc_ffn_base",
     ".attn_sink", ".indexer.weights_proj.weight", ".ffn.gate.bias", ".engram.q_weight", ".engram.k_weight",
