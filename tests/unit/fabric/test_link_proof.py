@@ -11,7 +11,6 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.link_proof impo
 )
 
 GB10 = Path(__file__).resolve().parents[2] / "fixtures" / "gb10"
-field = pytest.mark.field
 GOOD = {"speed": 200000, "pci_link_speed": "32.0 GT/s PCIe", "pci_link_width": 4}
 
 
@@ -19,7 +18,7 @@ def figure(name: str) -> Figure | None:
     return parse_ib_write_bw((GB10 / name).read_text())
 
 
-@field("B01")
+@pytest.mark.field("B01")
 @pytest.mark.parametrize(
     ("name", "gbps", "verdict"),
     [
@@ -36,7 +35,7 @@ def test_recorded_runs(name: str, gbps: float, verdict: str) -> None:
     assert judge(found, GOOD).verdict == verdict
 
 
-@field("B01")
+@pytest.mark.field("B01")
 @pytest.mark.parametrize(
     ("average", "peak", "verdict"),
     [
@@ -72,14 +71,14 @@ def test_no_row_is_a_failure_whatever_the_exit_code() -> None:
     assert "Unable to Connect" in judge(None, GOOD, wrong).reason
 
 
-@field("B01")
+@pytest.mark.field("B01")
 def test_the_ladder_never_resets_pci() -> None:
     steps = " ".join(link_proof.LADDER["stale_init"])
     assert "mains for at least 60 seconds" in steps
     assert "do not reset or rescan" in steps
 
 
-@field("B14")
+@pytest.mark.field("B14")
 def test_the_test_is_bounded_and_small() -> None:
     argv = link_proof.client_argv("rocep1s0f0", 3, 12000, 5, "10.77.0.2")
     assert argv[argv.index("-D") + 1] == "5"
@@ -92,7 +91,7 @@ def test_the_test_is_bounded_and_small() -> None:
             link_proof.client_argv("rocep1s0f0", 3, 12000, seconds)
 
 
-@field("B14")
+@pytest.mark.field("B14")
 def test_a_node_that_serves_or_is_short_of_memory_is_not_measured() -> None:
     def docker(**over: object) -> dict[str, object]:
         return {"present": True, "known": True, "containers": [], **over}
@@ -111,7 +110,7 @@ def test_a_node_that_serves_or_is_short_of_memory_is_not_measured() -> None:
     assert reason(docker(), 3 * 2**30) == "only 3.0 GiB of memory are available"
 
 
-@field("B10")
+@pytest.mark.field("B10")
 def test_the_rdma_mtu_is_part_of_the_verdict() -> None:
     found = figure("bw-ib_write_bw-half0-92.57-run_infinitely.txt")
     assert judge(found, GOOD, active_mtu=4096, wanted_mtu=4096).verdict == "healthy"

@@ -20,7 +20,6 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.rail_apply impo
 )
 from ansible_collections.sparkfleet.serving.plugins.module_utils.rails import RailError
 
-field = pytest.mark.field
 RAILS = ("enp1s0f0np0", "enP2p1s0f0np0")
 PCI = {
     "enp1s0f0np0": "0000:01:00.0",
@@ -169,7 +168,7 @@ def test_nothing_to_do_is_nothing_announced(spark: Spark) -> None:
     assert found.diff() == []
 
 
-@field("B94")
+@pytest.mark.field("B94")
 def test_the_interface_of_the_connection_and_of_the_default_route_is_refused(
     spark: Spark, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +198,7 @@ def test_the_address_of_the_connection_is_found_behind_sudo(
     assert rail_apply.ssh_server_address(spark) is None
 
 
-@field("B08", "B95")
+@pytest.mark.field("B08", "B95")
 def test_a_foreign_file_is_refused_then_taken_over(spark: Spark) -> None:
     settled(spark)
     spark.put(
@@ -228,7 +227,7 @@ def test_a_foreign_file_that_gives_the_same_is_adopted(spark: Spark) -> None:
         plan(spark)
 
 
-@field("B07", "B97")
+@pytest.mark.field("B07", "B97")
 def test_a_networkmanager_profile_is_a_foreign_file(spark: Spark) -> None:
     spark.put(
         "/etc/NetworkManager/system-connections/x.nmconnection", f"[connection]\ninterface-name={RAILS[0]}\n"
@@ -268,7 +267,7 @@ def as_networkmanager(spark: Spark, address: str = "10.0.0.1/24") -> None:
     )
 
 
-@field("B07")
+@pytest.mark.field("B07")
 def test_networkmanager_as_renderer_is_planned_validated_and_applied_by_netplan(
     spark: Spark, tmp_path: Path
 ) -> None:
@@ -305,7 +304,7 @@ def test_rails_go_from_networkmanager_to_networkd_and_back(spark: Spark, tmp_pat
     assert "netplan apply" in spark.ran
 
 
-@field("B12")
+@pytest.mark.field("B12")
 def test_a_bonded_half_is_refused(spark: Spark) -> None:
     spark.path(f"/sys/class/net/{RAILS[0]}/master").symlink_to("../bond0")
     with pytest.raises(ApplyError, match="part of bond0"):
@@ -345,7 +344,7 @@ def test_check_mode_guesses_the_cage_and_brings_nothing_up(spark: Spark) -> None
     assert not any("link" in text for text in spark.ran)
 
 
-@field("B02")
+@pytest.mark.field("B02")
 def test_a_named_rail_without_a_cable_is_refused(spark: Spark) -> None:
     wanted = (Wanted("10.77.0.1/30", "enp1s0f1np1"), Wanted("10.77.1.1/30", "enP2p1s0f1np1"))
     with pytest.raises(ApplyError, match="no carrier on enp1s0f1np1, enP2p1s0f1np1"):
@@ -390,7 +389,7 @@ def test_the_way_back_restores_files_addresses_and_mtu(spark: Spark, tmp_path: P
     assert node.pending() is not None
 
 
-@field("B10")
+@pytest.mark.field("B10")
 def test_confirm_wants_full_packets_from_every_peer_and_tells_mtu_from_silence(
     spark: Spark, tmp_path: Path
 ) -> None:

@@ -10,7 +10,6 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils import disk_bud
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe import storage
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe.reader import Reader
 
-field = pytest.mark.field
 GB = 10**9
 DATA = "/var/lib/sparkfleet"
 MODEL, ENGRAM = "o/exl3@" + "a" * 40, "o/orig@" + "b" * 40
@@ -68,7 +67,7 @@ def test_paths_and_bytes_of_a_pair() -> None:
     assert {row["path"] for row in loose if row["what"] == "rank file"} == {f"{DATA}/rank-files"}
 
 
-@field("B67")
+@pytest.mark.field("B67")
 def test_a_bare_head_needs_all_of_it_and_the_worker_less() -> None:
     total = sum(row["bytes"] for row in needs() if row["node"] == "spark-1")
     assert judged(probe(total)) == []
@@ -78,7 +77,7 @@ def test_a_bare_head_needs_all_of_it_and_the_worker_less() -> None:
     assert judged(probe(10**13), probe(total - 300 * GB)) == []
 
 
-@field("B67")
+@pytest.mark.field("B67")
 def test_what_lies_there_is_not_asked_for_again() -> None:
     whole = {MODEL_DIR: 210 * GB, ENGRAM_DIR: 203 * GB, RANK_DIR: 106 * GB}
     # All is there: a nearly full disk is no reason to refuse a second run.

@@ -14,7 +14,6 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.probe import me
 
 ROOT = Path(__file__).resolve().parents[3]
 GB10 = ROOT / "tests/fixtures/gb10"
-field = pytest.mark.field
 
 
 def halves() -> dict[str, Any]:
@@ -112,7 +111,7 @@ def test_a_good_pair_is_silent() -> None:
     assert preflight.table([]) == "preflight: nothing speaks against it"
 
 
-@field("B48")
+@pytest.mark.field("B48")
 @pytest.mark.parametrize(
     ("recording", "picture"),
     [
@@ -132,7 +131,7 @@ def test_pictures_of_cma(recording: str, picture: str) -> None:
     )
 
 
-@field("B48")
+@pytest.mark.field("B48")
 def test_the_repaired_7_0_kernel_is_not_condemned() -> None:
     repaired = {**node()["memory"], "cma_total_bytes": 0, "cma_free_bytes": 0}
     kernel = {"release": "7.0.0-1019-nvidia", "cmdline": "ro kho=off"}
@@ -143,12 +142,12 @@ def test_the_repaired_7_0_kernel_is_not_condemned() -> None:
     assert found(memory=broken) == {"kernel-kho": "fail"}
 
 
-@field("B53")
+@pytest.mark.field("B53")
 def test_denied_kernels() -> None:
     assert found(kernel={"release": "6.17.0-1008-nvidia", "cmdline": ""}) == {"kernel-denied": "fail"}
 
 
-@field("B49")
+@pytest.mark.field("B49")
 def test_the_kernel_of_the_next_boot() -> None:
     kernel = {
         "release": "6.17.0-1032-nvidia",
@@ -160,7 +159,7 @@ def test_the_kernel_of_the_next_boot() -> None:
     assert found(kernel=kernel) == {"kernel-next-boot": "warn"}
 
 
-@field("B50")
+@pytest.mark.field("B50")
 @pytest.mark.parametrize(
     ("over", "check", "level"),
     [
@@ -191,13 +190,13 @@ def test_architecture() -> None:
     assert found(os={"arch": "x86_64"})["architecture"] == "fail"
 
 
-@field("B55")
+@pytest.mark.field("B55")
 def test_a_sick_gpu_and_timeouts() -> None:
     seen = found(gpu={"present": False, "reason": "nvidia-smi did not answer"}, timeouts=["nvidia-smi"])
     assert (seen["gpu"], seen["timeout"]) == ("fail", "warn")
 
 
-@field("B72")
+@pytest.mark.field("B72")
 def test_docker() -> None:
     assert found(docker={"present": True, "denied": True, "known": False}) == {"docker-denied": "fail"}
     assert found(docker={"present": False, "denied": False, "known": False, "reason": "absent"}) == {
@@ -208,7 +207,7 @@ def test_docker() -> None:
     assert found(docker={**node()["docker"], "containers": [{**mine[0], "owned": True}]}) == {}
 
 
-@field("B84")
+@pytest.mark.field("B84")
 def test_ports() -> None:
     taken = [{"port": 8888, "address": "0.0.0.0", "pid": 7, "process": "jupyter-lab"}]
     rows = judge(pair(), {"spark-1": node(listeners=taken), "spark-2": node()}, OPTIONS)
@@ -218,7 +217,7 @@ def test_ports() -> None:
     assert found(listeners=taken, docker=ours) == {}
 
 
-@field("B35")
+@pytest.mark.field("B35")
 def test_memory_is_judged_only_where_a_start_will_happen() -> None:
     low = {**node()["memory"], "available_bytes": 50 * GIB}
     assert found(memory=low) == {"memory": "fail"}
@@ -238,7 +237,7 @@ def test_memory_that_the_driver_keeps_is_called_by_its_name() -> None:
     assert "driver keeps" in rows[0].remedy
 
 
-@field("B41")
+@pytest.mark.field("B41")
 def test_memory_killers() -> None:
     assert found(systemd={"memory_killers": [{"unit": "earlyoom.service", "active": True}]}) == {
         "memory-killer": "fail"
@@ -249,7 +248,7 @@ def test_memory_killers() -> None:
     assert found(systemd={"memory_killers": [{"unit": "earlyoom.service", "active": False}]}) == {}
 
 
-@field("B67")
+@pytest.mark.field("B67")
 def test_disk_needs_on_one_filesystem_add_up() -> None:
     needs = (
         {"path": "/var/lib/sparkfleet", "bytes": 500 * GIB, "what": "checkpoint"},
@@ -262,13 +261,13 @@ def test_disk_needs_on_one_filesystem_add_up() -> None:
     assert "checkpoint 500.0 GiB, engram 300.0 GiB, rank file 200.0 GiB" in rows[0].wanted
 
 
-@field("B60")
+@pytest.mark.field("B60")
 def test_data_on_a_network_filesystem() -> None:
     paths = {"paths": {"/var/lib/sparkfleet": {"mountpoint": "/srv", "fstype": "nfs4", "network": True}}}
     assert found(disk=paths) == {"disk-network": "fail"}
 
 
-@field("B08", "B12")
+@pytest.mark.field("B08", "B12")
 def test_rails_with_foreign_files_or_a_bond() -> None:
     net = halves()
     net["enp1s0f0np0"]["addresses"] = [
@@ -297,14 +296,14 @@ def test_a_foreign_file_that_says_the_same_is_adopted() -> None:
     assert judge(pair(), {"spark-1": first, "spark-2": node()}, OPTIONS) == []
 
 
-@field("B11")
+@pytest.mark.field("B11")
 def test_rail_speed() -> None:
     net = halves()
     net["enp1s0f0np0"]["speed"] = 100000
     assert found(net=net) == {"rail-speed": "warn"}
 
 
-@field("B20")
+@pytest.mark.field("B20")
 def test_mixed_gid_indexes_once_the_addresses_are_there() -> None:
     net = halves()
     gids = {}
@@ -321,7 +320,7 @@ def test_mixed_gid_indexes_once_the_addresses_are_there() -> None:
     assert "hca-0000-p0 has 3" in mine[0].found and "hca-0002-p0 has 4" in mine[0].found
 
 
-@field("B15")
+@pytest.mark.field("B15")
 def test_a_firewall_that_keeps_the_ranks_apart_is_refused_with_the_rules_that_open_it() -> None:
     def wall(*rules: tuple[str, str, str], **over: Any) -> dict[str, Any]:
         rows = [{"to": to, "action": action, "source": source} for to, action, source in rules]
@@ -352,7 +351,7 @@ def test_a_firewall_that_keeps_the_ranks_apart_is_refused_with_the_rules_that_op
     assert found(softened, firewall=wall(ssh)) == {"firewall": "warn"}
 
 
-@field("B16")
+@pytest.mark.field("B16")
 def test_pcie_errors_of_this_boot() -> None:
     line = "pcieport 0000:00:00.0: AER: Uncorrectable (Fatal) error message received from 0000:00:00.0"
     log = {"known": True, "fatal": 2, "uncorrected": 1, "lines": [line]}
@@ -368,7 +367,7 @@ def test_pcie_errors_of_this_boot() -> None:
     assert found(kernel_log={"known": True, "fatal": 0, "uncorrected": 0, "lines": []}) == {}
 
 
-@field("B10")
+@pytest.mark.field("B10")
 def test_the_rdma_mtu_is_judged_once_the_rail_is_what_it_should_be() -> None:
     net = halves()
     net["enp1s0f0np0"]["addresses"] = [{"cidr": "10.77.0.1/30", "family": "inet"}]
@@ -384,7 +383,7 @@ def test_the_rdma_mtu_is_judged_once_the_rail_is_what_it_should_be() -> None:
     assert rows() == []  # the role fabric sets it, then it is judged
 
 
-@field("B87")
+@pytest.mark.field("B87")
 def test_sudo_comes_first() -> None:
     rows = judge(
         pair(),

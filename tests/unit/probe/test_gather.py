@@ -12,7 +12,6 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.probe import re
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe.gather import SUBSETS, gather, resolve
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe.reader import Reader
 
-field = pytest.mark.field
 LAYOUT = [
     ("enp1s0f0np0", "rocep1s0f0", "0000:01:00.0", "p0", "192.168.100.10"),
     ("enp1s0f1np1", "rocep1s0f1", "0000:01:00.1", "p1", None),
@@ -142,7 +141,7 @@ def test_a_spark_with_one_cable(tmp_path: Path) -> None:
     json.dumps(probe)
 
 
-@field("B19")
+@pytest.mark.field("B19")
 @pytest.mark.parametrize(("hole", "index"), [(False, 3), (True, 4)])
 def test_gid_table_with_empty_slots_and_a_hole(tmp_path: Path, hole: bool, index: int) -> None:
     probe = gather(Reader(root=str(spark(tmp_path, hole))), ["rdma"])
@@ -151,7 +150,7 @@ def test_gid_table_with_empty_slots_and_a_hole(tmp_path: Path, hole: bool, index
     assert rails.choose_gid(probe["rdma"], "rocep1s0f0", "enp1s0f0np0", "192.168.100.10").index == index
 
 
-@field("B02", "B18")
+@pytest.mark.field("B02", "B18")
 def test_no_cable_means_absent_devices_not_an_error(tmp_path: Path) -> None:
     put(tmp_path, "/sys/class/net/enP7s7/mtu", "1500\n")
     put(tmp_path, "/etc/nvidia/cx7-hotplug-enabled", "")
@@ -171,7 +170,7 @@ def test_an_empty_root_answers_every_key(tmp_path: Path) -> None:
     json.dumps(probe)
 
 
-@field("B72")
+@pytest.mark.field("B72")
 def test_a_denied_docker_socket_is_unknown_not_empty(tmp_path: Path) -> None:
     put(tmp_path, "/.sparkfleet-commands.json", json.dumps({"docker": "denied"}))
     probe = gather(Reader(root=str(tmp_path)), ["docker"])
@@ -183,7 +182,7 @@ def test_a_denied_docker_socket_is_unknown_not_empty(tmp_path: Path) -> None:
     assert probe["missing_privileges"] == [{"what": "/var/run/docker.sock", "need": "root or group docker"}]
 
 
-@field("B55")
+@pytest.mark.field("B55")
 def test_a_command_that_hangs_is_named_and_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     answer = Reader(timeout=0.2).run(["sleep", "5"])
     assert answer.timed_out and not answer.ok

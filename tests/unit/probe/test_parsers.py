@@ -18,7 +18,6 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.probe import (
 )
 
 GB10 = Path(__file__).resolve().parents[2] / "fixtures" / "gb10"
-field = pytest.mark.field
 FOUR = ["enp1s0f0np0", "enp1s0f1np1", "enP2p1s0f0np0", "enP2p1s0f1np1"]
 
 
@@ -26,7 +25,7 @@ def text(name: str) -> str:
     return (GB10 / name).read_text(encoding="utf-8")
 
 
-@field("B48")
+@pytest.mark.field("B48")
 def test_meminfo_of_a_healthy_6_17_kernel() -> None:
     info = memory.parse_meminfo(text("mem-meminfo-6.17-healthy-cma-128M.txt"))
     assert info["CmaTotal"] == 131072 * 1024
@@ -34,7 +33,7 @@ def test_meminfo_of_a_healthy_6_17_kernel() -> None:
     assert info["SwapTotal"] == 33554428 * 1024
 
 
-@field("B48")
+@pytest.mark.field("B48")
 def test_meminfo_of_a_broken_7_0_kernel_with_the_reporters_units() -> None:
     info = memory.parse_meminfo(text("mem-meminfo-kho-broken-excerpt.txt"))
     assert (info["CmaTotal"], info["CmaFree"]) == (0, 940604 * 1024)
@@ -110,7 +109,7 @@ submenu 'Advanced' $menuentry_id_option 'gnulinux-advanced-1' {
 """
 
 
-@field("B49")
+@pytest.mark.field("B49")
 def test_the_kernel_of_the_next_boot() -> None:
     first = kernel.parse_grub(GRUB)
     assert first == {"release": "7.0.0-1019-nvidia", "cmdline": "root=UUID=x ro  console=tty0"}
@@ -120,7 +119,7 @@ def test_the_kernel_of_the_next_boot() -> None:
     assert kernel.parse_grubenv("# GRUB Environment Block\nsaved_entry=x\n")["saved_entry"] == "x"
 
 
-@field("B37", "B100")
+@pytest.mark.field("B37", "B100")
 def test_nvidia_smi_rows_with_na() -> None:
     row = gpu.parse_query(text("smi-query-name-cap-driver-memory.csv"), ("name", "cap", "driver", "memory"))
     assert row == {"name": "NVIDIA GB10", "cap": "12.1", "driver": "580.159.03", "memory": None}
@@ -154,7 +153,7 @@ def test_clock_units() -> None:
     assert gpu.parse_clock_unit("ExecStart=/bin/true\n") is None
 
 
-@field("B10")
+@pytest.mark.field("B10")
 def test_active_mtu_of_each_port() -> None:
     four = net.parse_ibv_devinfo(text("rdma-ibv_devinfo-4ports-active-mtu1024.txt"))
     assert {row["active_mtu"] for row in four.values()} == {1024}
@@ -226,7 +225,7 @@ def test_ip_json() -> None:
     )
 
 
-@field("B08")
+@pytest.mark.field("B08")
 @pytest.mark.parametrize(
     ("name", "hits"),
     [
@@ -284,7 +283,7 @@ MOUNTS = (
 )
 
 
-@field("B60", "B67")
+@pytest.mark.field("B60", "B67")
 def test_which_mount_holds_a_path() -> None:
     rows = storage.parse_mountinfo(MOUNTS)
     assert [row["mountpoint"] for row in rows] == ["/", "/srv/hub a", "/run"]

@@ -11,7 +11,6 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.probe.gather im
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe.reader import Reader
 
 GB10 = Path(__file__).resolve().parents[2] / "fixtures" / "gb10"
-field = pytest.mark.field
 JOURNAL = "journalctl --dmesg --boot --no-pager --output=short-iso --lines=20000"
 # Formats of drivers/pci/pcie/aer.c (6.8 and 6.12) and mlx5's health.c; the recording is a digest.
 FATAL = [
@@ -30,7 +29,7 @@ def put(root: Path, name: str, value: str) -> None:
     target.write_text(value, encoding="utf-8")
 
 
-@field("B16")
+@pytest.mark.field("B16")
 @pytest.mark.parametrize(
     "name",
     [
@@ -44,20 +43,20 @@ def test_recorded_boots_of_healthy_nodes_are_silent(name: str) -> None:
     assert kernel_log.parse((GB10 / name).read_text()) == {"fatal": 0, "uncorrected": 0, "lines": []}
 
 
-@field("B16")
+@pytest.mark.field("B16")
 def test_the_recorded_fatal_error_is_seen() -> None:
     found = kernel_log.parse((GB10 / "kernel-aer-fatal-timeline.md").read_text())
     assert found["fatal"] == 1
     assert "Uncorrectable Fatal" in found["lines"][0]
 
 
-@field("B16")
+@pytest.mark.field("B16")
 @pytest.mark.parametrize("line", FATAL)
 def test_fatal_lines_of_both_kernels(line: str) -> None:
     assert kernel_log.parse(line)["fatal"] == 1
 
 
-@field("B16")
+@pytest.mark.field("B16")
 def test_the_worst_kind_is_reported_and_a_storm_does_not_fill_the_report() -> None:
     mild = "pcieport 0000:00:00.0: PCIe Bus Error: severity=Uncorrected (Non-Fatal), type=Transaction Layer"
     benign = "pcieport 0000:00:00.0: AER: Corrected error received: 0000:00:00.0\nRxErr (First)"
@@ -67,7 +66,7 @@ def test_the_worst_kind_is_reported_and_a_storm_does_not_fill_the_report() -> No
     assert mild not in storm["lines"]
 
 
-@field("B16")
+@pytest.mark.field("B16")
 def test_a_log_that_the_account_may_not_see_is_not_known(tmp_path: Path) -> None:
     hint = "No journal files were opened due to insufficient permissions."
     put(tmp_path, ".sparkfleet-commands.json", json.dumps({JOURNAL: {"rc": 1, "stderr": hint}}))
@@ -90,7 +89,7 @@ Anywhere on enP2p1s0f0np0  DENY        10.77.1.0/30
 """
 
 
-@field("B15")
+@pytest.mark.field("B15")
 def test_the_status_of_ufw() -> None:
     stock = firewall.parse_status((GB10 / "net-firewall-stock.txt").read_text())
     assert stock["active"] is False
@@ -105,7 +104,7 @@ def test_the_status_of_ufw() -> None:
     }
 
 
-@field("B15")
+@pytest.mark.field("B15")
 def test_the_firewall_of_a_node(tmp_path: Path) -> None:
     reader = Reader(root=str(tmp_path))
     assert firewall.read(reader)["active"] is False

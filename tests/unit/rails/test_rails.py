@@ -14,14 +14,12 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).parent))
 from rail_nodes import gids, pair, probe
 
-field = pytest.mark.field
-
 
 def checks(refusals: list[rails.Refusal]) -> set[str]:
     return {item.check for item in refusals}
 
 
-@field("B03", "B04")
+@pytest.mark.field("B03", "B04")
 def test_one_cable_is_one_cage_with_two_halves_in_domain_order() -> None:
     cages = rails.cages_of(probe())
     assert [(cage.name, cage.state) for cage in cages] == [("p0", "up"), ("p1", "no_cable")]
@@ -39,7 +37,7 @@ def test_the_management_nic_bridges_and_wifi_are_no_halves() -> None:
     }
 
 
-@field("B04")
+@pytest.mark.field("B04")
 def test_names_and_prefixes_do_not_decide() -> None:
     node = probe()
     renamed = {"eth5": node["net"].pop("enp1s0f0np0"), "eth6": node["net"].pop("enP2p1s0f0np0")}
@@ -47,7 +45,7 @@ def test_names_and_prefixes_do_not_decide() -> None:
     assert [half.netdev for half in rails.choose_halves(node)] == ["eth5", "eth6"]
 
 
-@field("B02")
+@pytest.mark.field("B02")
 def test_no_cable_is_said_not_crashed() -> None:
     bare = {"net": {"lo": {}}, "rdma": {}, "hotplug": {"marker": True}}
     with pytest.raises(rails.RailError, match="marker set"):
@@ -56,7 +54,7 @@ def test_no_cable_is_said_not_crashed() -> None:
         rails.choose_halves(probe(cabled=()))
 
 
-@field("B02")
+@pytest.mark.field("B02")
 def test_administratively_down_is_not_the_same_as_no_cable() -> None:
     node = probe(cabled=())
     for row in node["net"].values():
@@ -64,7 +62,7 @@ def test_administratively_down_is_not_the_same_as_no_cable() -> None:
     assert {cage.state for cage in rails.cages_of(node)} == {"admin_down"}
 
 
-@field("B03")
+@pytest.mark.field("B03")
 def test_a_second_half_that_nobody_brought_up_is_still_a_rail() -> None:
     node = probe()
     node["net"]["enP2p1s0f0np0"].update(carrier=None, admin_up=False)
@@ -134,7 +132,7 @@ def test_a_good_pair_has_no_refusal() -> None:
         ),
     ],
 )
-@field("B06")
+@pytest.mark.field("B06")
 def test_every_refusal_of_the_inventory(change, check) -> None:  # type: ignore[no-untyped-def]
     rows = pair()
     change(rows)
@@ -155,7 +153,7 @@ def test_subnets_of_two_replicas_may_not_touch() -> None:
     assert rails.replica_refusals(pair() + other) == []
 
 
-@field("B06")
+@pytest.mark.field("B06")
 def test_what_a_node_already_uses_is_refused() -> None:
     node = probe()
     node["docker"] = {"networks": ["10.77.1.0/24", "fd00::/64"]}
@@ -185,7 +183,7 @@ def test_plan_of_a_pair() -> None:
     assert [item.netdev for item in plans["spark-2"]] == ["enp1s0f0np0", "enP2p1s0f0np0"]
 
 
-@field("B05")
+@pytest.mark.field("B05")
 def test_different_cages_are_paired_by_half_and_warned_about() -> None:
     plans, refusals = rails.plan_rails(pair(), {"spark-1": probe(), "spark-2": probe(cabled=("p1",))})
     assert [item.netdev for item in plans["spark-2"]] == ["enp1s0f1np1", "enP2p1s0f1np1"]
@@ -348,21 +346,21 @@ def rdma(table: list[dict]) -> dict:  # type: ignore[type-arg]
     return {"rocep1s0f0": {"gids": table}}
 
 
-@field("B19", "B20")
+@pytest.mark.field("B19", "B20")
 @pytest.mark.parametrize("index", [3, 4, 5, 8])
 def test_gid_by_address_type_and_netdev(index: int) -> None:
     table = gids("enp1s0f0np0", "192.168.100.10", 2, index)
     assert rails.choose_gid(rdma(table), "rocep1s0f0", "enp1s0f0np0", "192.168.100.10").index == index
 
 
-@field("B24")
+@pytest.mark.field("B24")
 def test_gid_with_an_extra_link_local_in_front() -> None:
     table = gids("enp1s0f0np0", "10.0.0.1", 4, 5)
     table += [{"index": 3, "gid": "fe80::dead", "type": "RoCE v2", "ipv4": None, "ndev": "enp1s0f0np0"}]
     assert rails.choose_gid(rdma(table), "rocep1s0f0", "enp1s0f0np0", "10.0.0.1").index == 5
 
 
-@field("B19")
+@pytest.mark.field("B19")
 def test_no_such_gid_shows_the_table() -> None:
     with pytest.raises(rails.RailError, match="1: RoCE v2 link-local"):
         rails.choose_gid(rdma(gids("enp1s0f0np0", None)), "rocep1s0f0", "enp1s0f0np0", "10.0.0.1")
@@ -376,7 +374,7 @@ def test_a_gid_of_another_netdev_does_not_count() -> None:
         rails.choose_gid(rdma(table), "rocep1s0f0", "enp1s0f0np0", "10.0.0.1")
 
 
-@field("B20", "B23")
+@pytest.mark.field("B20", "B23")
 def test_mixed_indexes_of_one_node_are_refused_with_both_named() -> None:
     one = rails.GidChoice("rocep1s0f0", "enp1s0f0np0", "10.0.0.1", 3)
     two = rails.GidChoice("roceP2p1s0f0", "enP2p1s0f0np0", "10.0.1.1", 4)
@@ -396,7 +394,7 @@ def test_gid_choice_never_takes_a_v1_or_foreign_slot(v1: int, v2: int, holes: se
     assert rails.choose_gid(rdma(table), "rocep1s0f0", "enp1s0f0np0", "10.0.0.1").index == v2
 
 
-@field("B07", "B10")
+@pytest.mark.field("B07", "B10")
 def test_rendered_netplan_says_what_yaml_reads() -> None:
     text = rails.render_netplan(
         [("enp1s0f0np0", "10.77.0.1/30"), ("enP2p1s0f0np0", "10.77.1.1/30")], 9000, "networkd"
