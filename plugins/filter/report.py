@@ -18,7 +18,9 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 
 def _gib(count: Any) -> str:
-    return f"{int(count) / GIB:.1f} GiB" if count is not None else "unknown"
+    if count is None:
+        return "unknown"
+    return f"{int(count) / GIB:.1f} GiB" if int(count) >= GIB // 10 else f"{int(count) / 1024**2:.1f} MiB"
 
 
 def replica_table(nodes: Sequence[Mapping[str, Any]], redline_gib: float = 4.0) -> str:
@@ -45,6 +47,36 @@ def replica_table(nodes: Sequence[Mapping[str, Any]], redline_gib: float = 4.0) 
         )
     head = ("replica", "rank node", "endpoint", "context", "available", "headroom", "release")
     return table(head, rows)
+
+
+def gib_of(memories: Iterable[Mapping[str, Any]], key: str) -> list[float]:
+    """One figure of each node's memory in GiB; empty where a node does not tell."""
+    values = [memory.get(key) for memory in memories if isinstance(memory, Mapping)]
+    return [round(int(value) / GIB, 2) for value in values if value is not None] if None not in values else []
+
+
+def plan_table(plan: Mapping[str, Any]) -> str:
+    """The plan of one replica: what each rank holds, needs and leaves, and the verdict."""
+    ranks = {int(row["rank"]): row for row in plan["ranks"]}
+    rows = []
+    for node in plan["budget"]["nodes"]:
+        rank = ranks[int(node["rank"])]
+        rows.append(
+            (
+                f"rank {node['rank']}",
+                str(rank["file_name"]),
+                _gib(rank["file_bytes"]),
+                f"{float(node['available_gib']):.1f} GiB",
+                f"{float(node['worst_gib']):.1f} GiB",
+                f"{float(node['required_available_gib']):.1f} GiB",
+            )
+        )
+    budget = plan["budget"]
+    head = ("", "rank file", "size", "available", "worst left", "needed to start")
+    lines = [table(head, rows), f"{budget['verdict']}: {budget['reason']}"]
+    if budget.get("largest_context") is not None:
+        lines.append(f"largest context that fits: {budget['largest_context']}")
+    return "\n".join(lines)
 
 
 # What the report says of a node: key, title, and where the probe has it.
@@ -119,6 +151,8 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         return {
+            "gib_of": gib_of,
+            "plan_table": plan_table,
             "replica_table": replica_table,
             "report_rows": report_rows,
             "report_replicas": report_replicas,

@@ -327,8 +327,22 @@ def replica_refusals(rows: Iterable[Mapping[str, Any]]) -> list[Refusal]:
     return found
 
 
+#: A replica's name stands in unit names, paths and labels; launch.py holds it to the same form.
+REPLICA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+
+
 def _shape(replica: str, group: list[Member]) -> list[Refusal]:
     found = []
+    if replica and not REPLICA_NAME.fullmatch(replica):
+        return [
+            Refusal(
+                "replica-name",
+                ", ".join(member.name for member in group),
+                f"sparkfleet_replica is {replica!r}",
+                "letters, digits, and . _ - after the first, 63 at the most",
+                "give the replica such a name: it stands in unit names and paths",
+            )
+        ]
     names = ", ".join(member.name for member in group)
     if not replica:
         return [

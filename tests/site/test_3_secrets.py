@@ -55,7 +55,7 @@ def gated(lab: Lab):  # type: ignore[no-untyped-def]
             check=True,
         )
 
-    control({"tokens": [TOKEN], "gated": [REPO]})
+    control({"tokens": {TOKEN: [REPO]}, "gated": [REPO]})
     yield
     control({})
 
