@@ -35,7 +35,7 @@ def status_lines(report: Any) -> list[str]:
     """The report of `playbooks/status.yml` as lines for a person."""
     lines = []
     for replica, row in sorted(dict(report).items()):
-        head = next((rank for rank in row["ranks"] if rank.get("rank") == 0), {})
+        head: dict[str, Any] = next((rank for rank in row["ranks"] if rank.get("rank") == 0), {})
         why = f" ({head['why']})" if head.get("why") else ""
         lines.append(f"{replica}: {row['verdict']}{why}")
         for rank in row["ranks"]:

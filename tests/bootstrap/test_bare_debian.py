@@ -71,8 +71,10 @@ def test_bootstrap_prepares_a_bare_debian(debian: tuple[str, Container]) -> None
 
     def run(command: str) -> str:
         code, output = container.exec_run(["bash", "-c", command], workdir="/root/clone")
-        assert code == 0, output.decode(errors="replace")[-3000:]
-        return str(output.decode(errors="replace"))
+        assert isinstance(output, bytes)
+        text = output.decode(errors="replace")
+        assert code == 0, text[-3000:]
+        return text
 
     run("tools/bootstrap docker")
     assert f"Python {python}" in run(".venv/bin/python -V")

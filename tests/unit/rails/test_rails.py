@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import copy
-import sys
-from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -11,8 +10,7 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils import rails
 from hypothesis import given
 from hypothesis import strategies as st
 
-sys.path.insert(0, str(Path(__file__).parent))
-from rail_nodes import gids, pair, probe
+from tests.unit.rails.rail_nodes import gids, pair, probe
 
 
 def checks(refusals: list[rails.Refusal]) -> set[str]:
@@ -223,7 +221,7 @@ def test_three_and_four_nodes_on_a_switch(world: int) -> None:
         for rank in range(world)
     ]
     assert rails.replica_refusals(rows) == []
-    plans, refusals = rails.plan_rails(rows, {row["name"]: probe() for row in rows})
+    plans, refusals = rails.plan_rails(rows, {str(row["name"]): probe() for row in rows})
     assert refusals == []
     assert len(plans["n0"][1].peers) == world - 1
     assert plans["n1"][0].peer_address == "10.77.0.1"
@@ -341,7 +339,8 @@ def test_each_node_of_a_ring_measures_towards_the_next() -> None:
 def test_a_single_spark_needs_no_rails() -> None:
     row = {"name": "solo", "replica": "solo", "rank": 0, "world": 1, "rails": []}
     assert rails.replica_refusals([row]) == []
-    for node in (probe(), probe(cabled=()), {"net": {}}):
+    nodes: list[dict[str, Any]] = [probe(), probe(cabled=()), {"net": {}}]
+    for node in nodes:
         assert rails.plan_rails([row], {"solo": node}) == ({"solo": []}, [])
 
 
