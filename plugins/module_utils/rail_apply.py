@@ -38,7 +38,17 @@ NETPLAN = "/etc/netplan"
 OWN_PATH = f"{NETPLAN}/{probe_netplan.OWN_FILE}"
 #: Suffix of a foreign file that was taken over; netplan reads *.yaml only.
 DISABLED = ".sparkfleet-disabled"
+PROFILES = "/etc/NetworkManager/system-connections"
+UNITS = "/etc/systemd/network"
 TIMER = "sparkfleet-fabric-rollback"
+
+
+def disabled_name(path: str) -> str:
+    """What a file that was taken over is called then. NetworkManager reads files of any ending in its directory
+    but for backups that end in a tilde."""
+    return path + DISABLED + ("~" if path.startswith(PROFILES) else "")
+
+
 STATE_DIR = "/var/lib/sparkfleet/fabric"
 
 
@@ -109,9 +119,9 @@ class Plan:
         rows += [
             {
                 "before_header": path,
-                "after_header": path + DISABLED,
+                "after_header": disabled_name(path),
                 "before": f"{path}\n",
-                "after": f"{path}{DISABLED}\n",
+                "after": f"{disabled_name(path)}\n",
             }
             for path in self.disable
         ]
@@ -405,9 +415,10 @@ class RailNode:
         self.arm(saved, seconds)
         try:
             for path in plan.disable:
-                Path(path).rename(path + DISABLED)
+                Path(path).rename(disabled_name(path))
             if plan.write:
                 self.write_own(plan.text)
+            self.forget_profiles(plan.disable)
             self.activate(plan.netdevs, plan.renderer)
             self.settle(plan, settle)
         except (ApplyError, OSError) as error:
@@ -429,6 +440,12 @@ class RailNode:
         this has changed."""
         base = "/run/NetworkManager/system-connections"
         return any(self.reader.exists(f"{base}/netplan-{name}.nmconnection") for name in netdevs)
+
+    def forget_profiles(self, paths: Sequence[str]) -> None:
+        """Let NetworkManager read its profiles again when one of them was renamed: it keeps a connection whose
+        file is gone."""
+        if any(path.startswith(PROFILES) for path in paths):
+            self.reader.run(["nmcli", "connection", "reload"])
 
     def activate(self, netdevs: Sequence[str], renderer: str) -> None:
         active = (
@@ -495,7 +512,9 @@ class RailNode:
             else:
                 lines.append(f"rm -f -- {shlex.quote(path)}")
             if path in plan.disable:
-                lines.append(f"rm -f -- {shlex.quote(path + DISABLED)}")
+                lines.append(f"rm -f -- {shlex.quote(disabled_name(path))}")
+        if any(path.startswith(PROFILES) for path in plan.disable):
+            lines.append("nmcli connection reload")
         # Only names that passed rails.NETDEV or came from the kernel stand here, quoted all the same.
         names = [shlex.quote(name) for name in plan.netdevs]
         lines += [f"ip -4 address flush dev {name}" for name in names]
@@ -620,7 +639,10 @@ class RailNode:
         """(own file is there, files that were taken over)."""
         text = self.reader.text(OWN_PATH)
         disabled = [
-            f"{NETPLAN}/{name}" for name in self.reader.names(NETPLAN) if name.endswith(f".yaml{DISABLED}")
+            f"{directory}/{name}"
+            for directory, ending in ((NETPLAN, ".yaml"), (PROFILES, ".nmconnection"), (UNITS, ".network"))
+            for name in self.reader.names(directory)
+            if name.endswith(disabled_name(f"{directory}/x{ending}").rpartition("/x")[2])
         ]
         return text is not None and probe_netplan.OWN_MARK in text, disabled
 
@@ -634,7 +656,8 @@ class RailNode:
         if ours:
             Path(OWN_PATH).unlink()
         for path in disabled:
-            Path(path).rename(path[: -len(DISABLED)])
+            Path(path).rename(path[: path.rindex(DISABLED)])
+        self.forget_profiles(disabled)
         for name in netdevs:
             self.reader.run(["ip", "-4", "address", "flush", "dev", name])
         if netdevs or disabled:

@@ -130,10 +130,13 @@ def read(reader: Reader, net: dict[str, dict[str, Any]]) -> dict[str, Any]:
     profiles = []
     for directory in ("/etc/NetworkManager/system-connections", "/run/NetworkManager/system-connections"):
         for name in reader.names(directory):
-            if name.startswith("netplan-"):
-                continue  # written by netplan itself
+            # Written by netplan itself, or of a name that NetworkManager passes over.
+            if name.startswith(("netplan-", ".")) or name.endswith("~"):
+                continue
             text = reader.text(f"{directory}/{name}")
             ini = parse_ini(text) if text is not None else {}
+            if ini.get(".nmmeta", {}).get("nm-generated") == ["true"]:
+                continue  # NetworkManager's own note of what somebody else (networkd) has configured
             device = next(iter(ini.get("connection", {}).get("interface-name", [])), None)
             profiles.append(
                 {

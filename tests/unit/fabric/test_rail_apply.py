@@ -294,6 +294,41 @@ def test_a_second_run_with_networkmanager_changes_nothing(spark: Spark) -> None:
     assert not plan(spark).changed
 
 
+def test_what_networkmanager_notes_of_others_is_no_foreign_profile(spark: Spark) -> None:
+    """It writes such a file for every interface that networkd has configured while it runs."""
+    spark.put(
+        f"/run/NetworkManager/system-connections/{RAILS[0]}.nmconnection",
+        f"[connection]\nid={RAILS[0]}\ntype=ethernet\nautoconnect=false\ninterface-name={RAILS[0]}\n"
+        "[ipv4]\naddress1=10.77.0.1/30\nmethod=manual\n[.nmmeta]\nnm-generated=true\nvolatile=true\nexternal=true\n",
+    )
+    assert plan(spark).foreign == []
+    taken = "/etc/NetworkManager/system-connections/mine.nmconnection.sparkfleet-disabled"
+    spark.put(f"{taken}~", f"[connection]\ninterface-name={RAILS[0]}\n")
+    assert plan(spark).foreign == []
+    spark.put(taken, f"[connection]\ninterface-name={RAILS[0]}\n")  # NetworkManager would read this one
+    with pytest.raises(ApplyError, match="other files configure a rail"):
+        plan(spark)
+
+
+def test_a_profile_that_is_taken_over_is_hidden_from_networkmanager_and_can_come_back(
+    spark: Spark, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = spark.path("/etc/NetworkManager/system-connections")
+    monkeypatch.setattr(rail_apply, "PROFILES", str(folder))
+    spark.put("/etc/NetworkManager/system-connections/mine.nmconnection", "[connection]\n")
+    path = f"{folder}/mine.nmconnection"
+    hidden = rail_apply.disabled_name(path)
+    assert hidden.endswith(".nmconnection.sparkfleet-disabled~")
+    assert rail_apply.disabled_name("/etc/netplan/60-x.yaml") == "/etc/netplan/60-x.yaml.sparkfleet-disabled"
+    Path(path).rename(hidden)
+    node = RailNode(spark, state_dir=str(tmp_path / "state"))
+    monkeypatch.setattr(spark, "names", lambda name: sorted(p.name for p in Path(name).glob("*")))
+    assert node.undo_plan() == (False, [hidden])
+    node.undo()
+    assert Path(path).exists() and not Path(hidden).exists()
+    assert "nmcli connection reload" in spark.ran
+
+
 def test_rails_go_from_networkmanager_to_networkd_and_back(spark: Spark, tmp_path: Path) -> None:
     as_networkmanager(spark)
     found = plan(spark, renderer="networkd")
