@@ -34,6 +34,9 @@ options:
         description: Commit of 40 hex digits. A branch or tag is resolved on every run.
         type: str
         required: true
+      token:
+        description: Access token. Never put it into the environment of the task, which is part of a command line.
+        type: str
       token_file:
         description:
           - File on the host that holds the token. Without it the environment variable E(HF_TOKEN) of the
@@ -145,6 +148,9 @@ options:
       revision:
         description: Commit.
         type: str
+      token:
+        description: Access token.
+        type: str
       token_file:
         description: File on the host that holds the token.
         type: path
@@ -247,6 +253,11 @@ def _cached(path: str) -> model_lock.ModelLock | None:
         return None
 
 
+def token_of(source: dict[str, Any]) -> str:
+    """The token that was given, or that of the file, or the node's own environment."""
+    return str(source["token"] or "") or model_lock.read_token(source["token_file"] or "")
+
+
 def find_lock(params: dict[str, Any]) -> model_lock.ModelLock:
     """The lock from the one source that was given, or from the cache where that is the same."""
     kept = _cached(params["lock_cache"])
@@ -261,7 +272,7 @@ def find_lock(params: dict[str, Any]) -> model_lock.ModelLock:
         if kept and kept.source.get("kind") == "hub" and kept.source.get("repo") == hub["repo"]:
             if kept.source.get("revision") == hub["revision"]:
                 return kept
-            token = model_lock.read_token(hub["token_file"] or "")
+            token = token_of(hub)
             client = model_lock.HubClient(
                 hub["endpoint"], hub["repo"], hub["revision"], token, timeout=hub["timeout"]
             )
@@ -271,7 +282,7 @@ def find_lock(params: dict[str, Any]) -> model_lock.ModelLock:
             hub["endpoint"],
             hub["repo"],
             hub["revision"],
-            model_lock.read_token(hub["token_file"] or ""),
+            token_of(hub),
             timeout=hub["timeout"],
         )
     given = params["lock"]
@@ -315,8 +326,9 @@ def find_engram(params: dict[str, Any]) -> model_lock.EngramTables | None:
         return model_lock.engram_from_directory(engram["directory"])
     if not engram["repo"] or not engram["revision"]:
         raise PlanError("bad-engram", "needs a directory, or repo and revision", tensor="engram")
-    token = model_lock.read_token(engram["token_file"] or "")
-    return model_lock.engram_from_hub(engram["endpoint"], engram["repo"], engram["revision"], token)
+    return model_lock.engram_from_hub(
+        engram["endpoint"], engram["repo"], engram["revision"], token_of(engram)
+    )
 
 
 def verify(module: AnsibleModule, lock: model_lock.ModelLock, result: dict[str, Any]) -> None:
@@ -410,6 +422,7 @@ def main() -> None:
         "endpoint": {"type": "str", "default": "https://huggingface.co"},
         "repo": {"type": "str", "required": True},
         "revision": {"type": "str", "required": True},
+        "token": {"type": "str", "no_log": True},
         "token_file": {"type": "path", "no_log": False},
         "timeout": {"type": "float", "default": 30},
     }
@@ -418,6 +431,7 @@ def main() -> None:
         "endpoint": {"type": "str", "default": "https://huggingface.co"},
         "repo": {"type": "str"},
         "revision": {"type": "str"},
+        "token": {"type": "str", "no_log": True},
         "token_file": {"type": "path", "no_log": False},
     }
     module = AnsibleModule(

@@ -27,7 +27,7 @@ def test_the_installed_collection_runs_from_anywhere(lab: Lab, tmp_path: Path) -
     done = subprocess.run(
         [str(BIN / "ansible-playbook"), "sparkfleet.serving.verify", "-i", lab.inventory],
         cwd=tmp_path,
-        env={**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(where), "ANSIBLE_CONFIG": "/dev/null"},
+        env={**os.environ, "ANSIBLE_COLLECTIONS_PATH": str(where), "ANSIBLE_CONFIG": str(tmp_path / "none.cfg")},
         capture_output=True,
         text=True,
         check=False,

@@ -145,3 +145,11 @@ def test_facts_are_read_in_bracket_form(path: Path) -> None:
         r"\{\{[^}]*\bansible_(hostname|distribution|architecture|os_family|kernel|memtotal_mb)\b",
         path.read_text(),
     )
+
+
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_no_secret_in_the_environment_of_a_task(path: Path) -> None:
+    """Ansible writes a task's environment in front of the remote command, where every user of the node can read it."""
+    document = load(path)
+    for task in tasks_of(document if isinstance(document, list) else []):
+        assert "TOKEN" not in str(task.get("environment", "")).upper(), task.get("name")
