@@ -9,6 +9,7 @@ from ansible_collections.sparkfleet.serving.plugins.filter import preflight as p
 from ansible_collections.sparkfleet.serving.plugins.module_utils import disk_budget, disk_needs, preflight
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe import storage
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe.reader import Reader
+from ansible_collections.sparkfleet.serving.plugins.module_utils.rails import Refusal
 
 GB = 10**9
 DATA = "/var/lib/sparkfleet"
@@ -48,7 +49,7 @@ def probe(available: int, held: dict[str, int] | None = None, image: int = 0) ->
     return {"disk": {"paths": paths}, "docker": {"known": True, "image_bytes": image}}
 
 
-def judged(first: dict[str, Any], second: dict[str, Any] | None = None) -> list[preflight.Refusal]:
+def judged(first: dict[str, Any], second: dict[str, Any] | None = None) -> list[Refusal]:
     options = preflight.Options(disk_needs=tuple(needs()))
     seen = {"spark-1": first, "spark-2": second or probe(10**13)}
     return preflight.disk_refusals(MEMBERS, seen, options)

@@ -11,6 +11,7 @@ from ansible_collections.sparkfleet.serving.plugins.filter import preflight as p
 from ansible_collections.sparkfleet.serving.plugins.module_utils import preflight
 from ansible_collections.sparkfleet.serving.plugins.module_utils.preflight import GIB, Options, judge
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe import memory
+from ansible_collections.sparkfleet.serving.plugins.module_utils.rails import Refusal
 
 ROOT = Path(__file__).resolve().parents[3]
 GB10 = ROOT / "tests/fixtures/gb10"
@@ -326,7 +327,7 @@ def test_a_firewall_that_keeps_the_ranks_apart_is_refused_with_the_rules_that_op
         rows = [{"to": to, "action": action, "source": source} for to, action, source in rules]
         return {"installed": True, "active": True, "default_input": "DROP", "rules": rows, **over}
 
-    def refused(firewall: dict[str, Any]) -> list[preflight.Refusal]:
+    def refused(firewall: dict[str, Any]) -> list[Refusal]:
         return judge(pair(), {"spark-1": node(firewall=firewall), "spark-2": node()}, OPTIONS)
 
     ssh = ("22/tcp", "ALLOW", "Anywhere")
@@ -373,7 +374,7 @@ def test_the_rdma_mtu_is_judged_once_the_rail_is_what_it_should_be() -> None:
     net["enp1s0f0np0"]["addresses"] = [{"cidr": "10.77.0.1/30", "family": "inet"}]
     small = {"hca-0000-p0": {"fw_ver": "28.45.4028", "active_mtu": 1024, "gids": []}}
 
-    def rows(options: Options = OPTIONS) -> list[preflight.Refusal]:
+    def rows(options: Options = OPTIONS) -> list[Refusal]:
         return judge(pair(), {"spark-1": node(net=net, rdma=small), "spark-2": node()}, options)
 
     assert [(row.check, row.node, row.level) for row in rows()] == [("rdma-mtu", "spark-1", "fail")]
