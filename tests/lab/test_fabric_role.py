@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,15 @@ def ipv4(node: Node, netdev: str) -> list[str]:
     return [
         f"{item['local']}/{item['prefixlen']}" for row in rows for item in row.get("addr_info", []) if item
     ]
+
+
+def holds(node: Node, netdev: str, addresses: Sequence[str]) -> bool:
+    return sorted(ipv4(node, netdev)) == sorted(addresses)
+
+
+def gone(node: Node) -> bool:
+    """Neither the file nor an address of it is there."""
+    return ipv4(node, RAILS[0]) == [] and node.run("test", "-e", OWN).status != 0
 
 
 def mtu(node: Node, netdev: str) -> int:
@@ -87,7 +97,7 @@ def foreign(node: Node, name: str, addresses: dict[str, list[str]], mtu: int | N
     node.write(f"/etc/netplan/{name}", text, 0o600)
     node.text("netplan", "apply")
     for netdev, items in addresses.items():
-        eventually(lambda n=netdev, i=items: sorted(ipv4(node, n)) == sorted(i), f"{items} on {netdev}")
+        eventually(partial(holds, node, netdev, items), f"{items} on {netdev}")
 
 
 @pytest.fixture
@@ -134,7 +144,7 @@ def test_the_addresses_are_there_after_a_restart(pair: tuple[Node, Node]) -> Non
     for node in pair:
         node.restart()
     for node in pair:
-        eventually(lambda node=node: right(node), "the rails after a restart", 60)
+        eventually(partial(right, node), "the rails after a restart", 60)
     again = run()
     assert (again.rc, again.changed_count()) == (0, 0), again.output[-3000:]
 
@@ -305,9 +315,7 @@ def test_a_lost_controller_brings_the_old_network_back(pair: tuple[Node, Node]) 
     assert result.rc == 0, result.output[-3000:]
     assert all(right(node) for node in pair)
     for number, node in enumerate(pair):
-        eventually(
-            lambda n=node, k=number: ipv4(n, RAILS[1]) == [f"10.88.1.{9 + k}/30"], "the old network", 90
-        )
+        eventually(partial(holds, node, RAILS[1], [f"10.88.1.{9 + number}/30"]), "the old network", 90)
         assert ipv4(node, RAILS[0]) == [f"10.88.0.{9 + number}/30"]
         assert mtu(node, RAILS[0]) == 1500
         assert node.read(OWN) == before[node.name]
@@ -320,7 +328,7 @@ def test_a_rail_cut_in_the_middle_brings_the_old_network_back(pair: tuple[Node, 
         refused(run(fabric_confirm_seconds=2), RAILS[1])
         for node in pair:
             eventually(
-                lambda n=node: ipv4(n, RAILS[0]) == [] and n.run("test", "-e", OWN).status != 0,
+                partial(gone, node),
                 "the way back",
                 90,
             )
