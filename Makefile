@@ -8,7 +8,7 @@ export PATH := $(CURDIR)/$(VENV):$(PATH)
 export ANSIBLE_CONFIG := $(CURDIR)/ansible.cfg
 export PYTHONDONTWRITEBYTECODE := 1
 
-.PHONY: help bootstrap engine check lint types unit test test-all test-lab demo lab-up lab-down lab-purge lab-shell lab-status
+.PHONY: mutate help bootstrap engine check lint types unit test test-all test-lab demo lab-up lab-down lab-purge lab-shell lab-status
 
 help: ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1|/' | column -t -s '|'
@@ -59,3 +59,6 @@ lab-shell: ## a shell in a node: make lab-shell NODE=spark-1
 
 lab-status: ## what the lab is doing
 	@python -m lab status
+
+mutate: bootstrap ## change each number of split and budget and see a test fail (about half an hour)
+	@tools/mutate
