@@ -52,6 +52,14 @@ PEER_EVERY_S = 5.0
 PEER_COUNT = 3
 
 
+def since_boot(host: Host) -> float:
+    """Seconds since this system's services began to start (a soft reboot counts, as does a container's boot)."""
+    answer = host.run(["systemctl", "show", "-p", "UserspaceTimestampMonotonic", "--value"])
+    if answer.ok and answer.out.strip().isdigit():
+        return time.monotonic() - int(answer.out) / 1e6
+    return float((host.read("/proc/uptime") or "1e9").split()[0])
+
+
 class Ended(Exception):
     """The rank is over: ``code`` for systemd, and a sentence."""
 
@@ -93,8 +101,7 @@ class Rank:
 
     def wait_s(self) -> float:
         """How long to wait for what may come: longer soon after a boot."""
-        uptime = float((self.host.read("/proc/uptime") or "1e9").split()[0])
-        return BOOT_WAIT_S if uptime < BOOT_S else WAIT_S
+        return BOOT_WAIT_S if since_boot(self.host) < BOOT_S else WAIT_S
 
     def say(self, phase: str, message: str, **more: Any) -> None:
         LOG.info("rank %d of %s: %s", self.rank, self.replica, message)
@@ -320,6 +327,12 @@ class Rank:
                 )
             died = state["phase"] == "failed" and float(state.get("since") or 0) > self.started_at
             if known is None and not died:
+                limit = float(self.launch["gates"]["ready"]["timeout_s"])
+                if time.time() - self.started_at > limit:
+                    raise Ended(
+                        EXIT_PEER_LOST,
+                        f"rank {number} on {other['name']} did not start within {limit:g} s: {state['message']}",
+                    )
                 continue
             self.gone[number] = self.gone.get(number, 0) + 1
             if self.gone[number] < PEER_COUNT:

@@ -27,6 +27,7 @@ class TreeHost(Host):
         self.calls: list[list[str]] = []
         self.units: dict[str, dict[str, str]] = {}
         self.on_start: Any = None
+        self.userspace = ""
         self.addresses = {"enp1s0f0np0": "10.77.0.1", "enP2p1s0f0np0": "10.77.0.5"}
 
     def unit(self, name: str) -> dict[str, str]:
@@ -44,6 +45,8 @@ class TreeHost(Host):
         del timeout, stdin
         words = list(argv)
         self.calls.append(words)
+        if "UserspaceTimestampMonotonic" in words:
+            return Answer(0, self.userspace, "")
         if words[:2] == ["systemctl", "show"]:
             return Answer(0, "\n".join(f"{k}={v}" for k, v in self.unit(words[2]).items()), "")
         if words[0] == "systemctl":

@@ -221,6 +221,16 @@ def test_a_rank_of_an_earlier_run_is_not_joined(
     assert docker.containers == {}
 
 
+def test_a_rank_does_not_wait_for_its_peer_for_ever(node: TreeHost, api: DockerApi, peers: Peers) -> None:
+    launch = launch_of(1)
+    launch["rails"], launch["rank_file"] = launch_of(0)["rails"], launch_of(0)["rank_file"]
+    launch["gates"]["ready"] = {**launch["gates"]["ready"], "timeout_s": 0.5}
+    peers.state.update({"alive": False, "phase": "failed", "message": "no memory"})
+    run = Run(node, api, peers, launch)
+    assert run.end() == rank.EXIT_PEER_LOST
+    assert "did not start within 0.5 s: no memory" in run.status()["message"]
+
+
 def test_a_silent_peer_is_left_alone(node: TreeHost, api: DockerApi, peers: Peers) -> None:
     run = Run(node, api, peers)
     run.running()
@@ -405,5 +415,9 @@ def test_boot_waits_longer(node: TreeHost, api: DockerApi) -> None:
     one = rank.Rank(node, api, launch_of(0))
     assert one.wait_s() == rank.WAIT_S
     node.write("/proc/uptime", "42.0 1.0\n")
+    assert one.wait_s() == rank.BOOT_WAIT_S
+    node.userspace = str(int((time.monotonic() - 5000) * 1e6))
+    assert one.wait_s() == rank.WAIT_S, "what systemd says goes before the kernel's clock"
+    node.userspace = str(int((time.monotonic() - 50) * 1e6))
     assert one.wait_s() == rank.BOOT_WAIT_S
     assert os.getpid() == one.status.values["pid"]
