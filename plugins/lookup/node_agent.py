@@ -1,7 +1,6 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 """Lookup of the packed node agent."""
 
-
 from __future__ import annotations
 
 DOCUMENTATION = r"""
