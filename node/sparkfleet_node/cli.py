@@ -13,7 +13,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-COMMANDS = ("rank", "peer", "gid", "gate", "show", "guard", "version")
+COMMANDS = ("rank", "boot", "peer", "gid", "gate", "show", "guard", "version")
 
 
 def parser() -> argparse.ArgumentParser:

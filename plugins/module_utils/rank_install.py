@@ -20,6 +20,7 @@ from .probe.net import gid_table
 from .probe.reader import Reader
 from .rails import RailError, choose_gid, one_gid_index
 from .rank_state import (
+    BOOT_TEMPLATE,
     INSTALL_ID,
     PEER_UNIT,
     RANK_TEMPLATE,
@@ -27,6 +28,7 @@ from .rank_state import (
     RUN,
     SECRETS,
     UNIT_DIR,
+    boot_unit,
     container_view,
     install_id,
     key_path,
@@ -57,6 +59,17 @@ TimeoutStartSec=1800
 TimeoutStopSec={stop_s}
 KillMode=mixed
 OOMScoreAdjust=-800
+"""
+
+BOOT_UNIT_TEXT = """\
+# Managed by sparkfleet.serving. Waits for the end of the boot, so that the rank's start never holds it up.
+[Unit]
+Description=sparkfleet: start this node's rank of replica %i once the system has booted
+Documentation=https://github.com/sparkfleet/sparkfleet.serving
+
+[Service]
+Type=simple
+ExecStart={agent} boot --replica %i
 
 [Install]
 WantedBy=multi-user.target
@@ -251,6 +264,12 @@ class Node:
             (INSTALL_ID, self.install + "\n", 0o644, False),
             (f"{UNIT_DIR}/{PEER_UNIT}", PEER_UNIT_TEXT.format(agent=agent), 0o644, False),
             (
+                f"{UNIT_DIR}/{BOOT_TEMPLATE}",
+                BOOT_UNIT_TEXT.format(agent=agent),
+                0o644,
+                False,
+            ),
+            (
                 f"{UNIT_DIR}/{RANK_TEMPLATE}",
                 RANK_UNIT_TEXT.format(agent=agent, peer=PEER_UNIT, stop_s=grace + 90),
                 0o644,
@@ -293,7 +312,7 @@ class Node:
             changes.append(f"start {PEER_UNIT}")
         boot = self.params.get("boot")
         if boot is not None:
-            unit = rank_unit(self.replica)
+            unit = boot_unit(self.replica)
             is_on = unit_state(self.host, unit).enabled == "enabled"
             if is_on != bool(boot):
                 changes.append(f"{'enable' if boot else 'disable'} {unit}")
@@ -535,17 +554,14 @@ class Node:
         others = [name for name in self.host.listdir(REPLICAS) if name != self.replica]
         units = []
         if not others:
-            units = [
-                path
-                for path in (f"{UNIT_DIR}/{PEER_UNIT}", f"{UNIT_DIR}/{RANK_TEMPLATE}")
-                if self.host.exists(path)
-            ]
+            ours = (PEER_UNIT, RANK_TEMPLATE, BOOT_TEMPLATE)
+            units = [f"{UNIT_DIR}/{name}" for name in ours if self.host.exists(f"{UNIT_DIR}/{name}")]
         diffs += [text_diff(path, "present\n", None) for path in [*paths, *units]]
-        enabled = unit_state(self.host, rank_unit(self.replica)).enabled == "enabled"
+        enabled = unit_state(self.host, boot_unit(self.replica)).enabled == "enabled"
         changed = bool(result["changed"] or paths or units or enabled)
         if not check and changed:
             if enabled:
-                self.systemctl("disable", rank_unit(self.replica))
+                self.systemctl("disable", boot_unit(self.replica))
             if units:
                 self.host.run(["systemctl", "disable", "--now", PEER_UNIT])
             for path in [*paths, *units, status_path(self.replica)]:

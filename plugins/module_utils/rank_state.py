@@ -26,6 +26,7 @@ INSTALL_ID = f"{ETC}/install-id"
 RUN = "/run/sparkfleet"
 PEER_UNIT = "sparkfleet-peer.service"
 RANK_TEMPLATE = "sparkfleet-rank@.service"
+BOOT_TEMPLATE = "sparkfleet-boot@.service"
 UNIT_DIR = "/etc/systemd/system"
 
 #: Phases of the agent's status file in which a rank holds, or is about to hold, its container.
@@ -46,6 +47,11 @@ def status_path(replica: str) -> str:
 
 def rank_unit(replica: str) -> str:
     return f"sparkfleet-rank@{replica}.service"
+
+
+def boot_unit(replica: str) -> str:
+    """The unit that is enabled when a replica starts at boot."""
+    return f"sparkfleet-boot@{replica}.service"
 
 
 def install_id(host: Host) -> str:
@@ -130,7 +136,8 @@ def local_view(host: Host, docker: DockerApi, replica: str) -> Json:
         "node": None if launch is None else launch.get("node"),
         "launch": None if launch is None else launch.get("hash"),
         "contract": None if launch is None else (launch.get("contract") or {}).get("digest"),
-        "unit": {"load": unit.load, "active": unit.active, "sub": unit.sub, "enabled": unit.enabled},
+        "unit": {"load": unit.load, "active": unit.active, "sub": unit.sub},
+        "starts_at_boot": unit_state(host, boot_unit(replica)).enabled == "enabled",
         "agent": agent_view(host, replica),
         "container": {"state": "absent"},
     }

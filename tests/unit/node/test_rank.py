@@ -400,6 +400,17 @@ def test_a_launch_of_another_schema_is_refused(node: TreeHost) -> None:
         common.load_launch(node, "spark-a")
 
 
+def test_the_boot_is_over_before_a_rank_starts(node: TreeHost) -> None:
+    from node.sparkfleet_node import boot
+
+    assert boot.begin(node, "spark-a") == 0
+    asked = [call for call in node.calls if call[0] == "systemctl"]
+    assert asked == [
+        ["systemctl", "is-system-running", "--wait"],
+        ["systemctl", "start", "--no-block", "sparkfleet-rank@spark-a.service"],
+    ]
+
+
 def test_waiting_has_an_end() -> None:
     now = [0.0]
 

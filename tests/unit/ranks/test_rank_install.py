@@ -160,7 +160,7 @@ def test_a_new_agent_restarts_the_peer_service_and_no_rank(bare: TreeHost, api: 
 
 def test_start_at_boot_is_only_touched_when_asked(bare: TreeHost, api: DockerApi) -> None:
     ensure(bare, api, params(peer_key="k" * 64), False)
-    unit = bare.unit("sparkfleet-rank@spark-a.service")
+    unit = bare.unit("sparkfleet-boot@spark-a.service")
     assert unit["UnitFileState"] == "disabled"
     assert ensure(bare, api, params(boot=True), False)["changed"]
     assert unit["UnitFileState"] == "enabled"
