@@ -111,6 +111,8 @@ class Hub(ThreadingHTTPServer):
         self.control_path = control
         self.log_path = log
         self.lock = threading.Lock()
+        self.counted = threading.Condition()
+        self.active = 0
         self.reset()
 
     def reset(self) -> None:
@@ -124,6 +126,20 @@ class Hub(ThreadingHTTPServer):
             return {}
         document: dict[str, Any] = json.loads(self.control_path.read_text(encoding="utf-8"))
         return document
+
+    def settle(self, seconds: float = 5.0) -> None:
+        """Wait until every other request is counted: a client has its answer a moment before that."""
+        with self.counted:
+            self.counted.wait_for(lambda: self.active == 0, seconds)
+
+    def begin(self) -> None:
+        with self.counted:
+            self.active += 1
+
+    def end(self) -> None:
+        with self.counted:
+            self.active -= 1
+            self.counted.notify_all()
 
     def count(self, path: str, sent: int) -> None:
         with self.lock:
@@ -181,6 +197,18 @@ class Handler(BaseHTTPRequestHandler):
         self._serve()
 
     def _serve(self) -> None:
+        ours = self.path.startswith("/_lab/")
+        if ours:
+            self.server.settle()
+        else:
+            self.server.begin()
+        try:
+            self._answer()
+        finally:
+            if not ours:
+                self.server.end()
+
+    def _answer(self) -> None:
         url = urllib.parse.urlsplit(self.path)
         path = urllib.parse.unquote(url.path)
         query = urllib.parse.parse_qs(url.query)
