@@ -217,7 +217,7 @@ def run_job(
         "Labels": {HELPER_LABEL: "fetch"},
         "HostConfig": {
             "NetworkMode": "host",
-            "Binds": [f"{job}:/job:ro", f"{work}:/work"],
+            "Binds": [f"{job}:/job:ro", f"{work}:/fetch"],
             "CapDrop": ["ALL"],
             "SecurityOpt": ["no-new-privileges"],
             "ReadonlyRootfs": True,
@@ -265,8 +265,8 @@ def download(
                     "repo": params["repo"],
                     "revision": params["revision"],
                     "files": names,
-                    "dest": "/work",
-                    "home": "/work/.cache/home",
+                    "dest": "/fetch",
+                    "home": "/fetch/.cache/home",
                     "parallel": params["parallel"],
                     "environment": proxies(),
                 }
