@@ -1,10 +1,11 @@
 """What a node of a serving replica looks like, asked of the machine itself, in the lab and on a real fleet:
 
-pytest --hosts=ansible://all --ansible-inventory=inventory/mine --sudo tests/testinfra
+pytest '--hosts=ansible://all?force_ansible=True' --ansible-inventory=inventory/mine --sudo tests/testinfra
 """
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 
@@ -42,9 +43,9 @@ def test_the_guard_watches(host: Any) -> None:
 def test_the_rank_runs_and_docker_does_not_restart_it(host: Any) -> None:
     replica = variables(host)["sparkfleet_replica"]
     assert host.service(f"sparkfleet-rank@{replica}").is_running
-    text = host.check_output("docker ps --filter label=sparkfleet.replica=%s --format '{{.Names}}'", replica)
-    assert len(text.split()) == 1
-    assert host.check_output("docker inspect -f '{{.HostConfig.RestartPolicy.Name}}' %s", text) == "no"
+    (found,) = host.check_output("docker ps -q --filter label=sparkfleet.replica=%s", replica).split()
+    row = json.loads(host.check_output("docker inspect %s", found))[0]
+    assert row["HostConfig"]["RestartPolicy"]["Name"] == "no"
 
 
 def test_only_the_head_listens(host: Any) -> None:
