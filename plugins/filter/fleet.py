@@ -7,6 +7,7 @@ These are the only places, beside inventories and playbooks, that know the names
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
@@ -88,8 +89,29 @@ def collect(
     return found
 
 
+_TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
+
+
+def value_refusals(values: Mapping[str, Any]) -> list[str]:
+    """What is wrong with values that several roles share, by sight: one sentence each. A word that is no truth value
+    would otherwise count as false, and change what every rank loads."""
+    found = []
+    for name, least, most in (("sparkfleet_context", 1, 1 << 24), ("sparkfleet_parallel", 1, 64)):
+        text = str(values.get(name, "")).strip()
+        # An absent or empty context is an unset pin, which preflight lists with the others.
+        if text and not (text.isdigit() and least <= int(text) <= most):
+            found.append(f"{name} is {text!r}, wanted a whole number from {least} to {most}")
+    drafts = values.get("sparkfleet_drafts", True)
+    if not isinstance(drafts, bool) and str(drafts).strip().lower() not in _TRUTHS:
+        found.append(f"sparkfleet_drafts is {drafts!r}, wanted true or false")
+    path = str(values.get("sparkfleet_hub_token_file") or "")
+    if path and not Path(path).is_file():
+        found.append(f"sparkfleet_hub_token_file names {path}, which is no file on this machine")
+    return found
+
+
 class FilterModule:
     """Filters of the collection about the fleet."""
 
     def filters(self) -> dict[str, Any]:
-        return {"members": members, "collect": collect}
+        return {"members": members, "collect": collect, "value_refusals": value_refusals}

@@ -117,11 +117,11 @@ def _values(host: Mapping[str, Any]) -> dict[str, str]:
         if path:
             found[key] = _gib(value) if path[-1].endswith("_bytes") else _text(value)
     net, rdma = probe.get("net") or {}, probe.get("rdma") or {}
-    rails = [
-        f"{name} mtu {row.get('mtu')} {', '.join(map(str, row.get('addresses') or [])) or 'no address'}"
-        for name, row in sorted(net.items())
-        if row.get("hca") and row.get("carrier")
-    ]
+    rails = []
+    for name, row in sorted(net.items()):
+        if row.get("hca") and row.get("carrier"):
+            addresses = ", ".join(str(entry["cidr"]) for entry in row.get("addresses") or [])
+            rails.append(f"{name} mtu {row.get('mtu')} {addresses or 'no address'}")
     found["rails"] = _text("; ".join(rails) or "none")
     found["firmware"] = _text(", ".join(sorted({str(row.get("fw_ver")) for row in rdma.values()})) or "none")
     current = (host.get("__report_release") or {}).get("current") or {}

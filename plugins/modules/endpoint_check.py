@@ -87,11 +87,6 @@ evidence:
   returned: when evidence is true
   type: list
   elements: str
-warnings:
-  description: What is odd but no failure.
-  returned: always
-  type: list
-  elements: str
 predicted:
   description: Nothing was asked because nothing runs and this is check mode.
   returned: in check mode
@@ -166,7 +161,7 @@ def main() -> None:
     try:
         launch = read_json(host, launch_path(params["replica"]))
         if module.check_mode and (launch is None or not agent_view(host, params["replica"])["alive"]):
-            module.exit_json(changed=False, predicted=True, warnings=[])
+            module.exit_json(changed=False, predicted=True)
         if launch is None:
             raise Refusal(
                 f"no replica {params['replica']} on this node",
@@ -179,6 +174,8 @@ def main() -> None:
         module.fail_json(**refusal.as_failure())
     except OSError as error:
         module.fail_json(msg=f"the endpoint does not answer: {error}", error=str(error))
+    for text in result.pop("warnings"):
+        module.warn(text)
     module.exit_json(**result)
 
 
