@@ -171,7 +171,7 @@ def write_inventory(lab: Instance) -> Path:
     """The inventory of this instance; the default one is also in the repository, as inventory/lab."""
     directory = lab.directory / "inventory"
     directory.mkdir(parents=True, exist_ok=True)
-    (directory / "hosts.yml").write_text(inventory_text(lab, "../ssh"), encoding="utf-8")
+    (directory / "hosts.yml").write_text(inventory_text(lab, str(lab.directory / "ssh")), encoding="utf-8")
     shared = directory / "group_vars"
     if not shared.is_symlink():
         shared.symlink_to(os.path.relpath(REPOSITORY / "inventory/lab/group_vars", directory))

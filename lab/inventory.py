@@ -5,7 +5,7 @@ What a replica serves stands in ``group_vars`` (shared by all instances); what o
 
 from __future__ import annotations
 
-from .config import NODES, USER, Instance
+from .config import NODES, REPOSITORY, USER, Instance
 
 # Half 0 and half 1 of the cable: two subnets of their own, rank 0 first. Private to an instance.
 RAILS = (("10.77.0.1/30", "10.77.0.2/30"), ("10.77.0.5/30", "10.77.0.6/30"))
@@ -17,18 +17,33 @@ HEADER = """\
 
 
 def inventory_text(lab: Instance, ssh: str) -> str:
-    """YAML inventory; ``ssh`` is the way from the inventory's directory to the instance's keys."""
+    """YAML inventory; ``ssh`` leads to the instance's keys.
+
+    From the inventory's own directory for the committed one, which must work in any clone. Absolute for the one that
+    stands beside the keys: other tools (molecule, testinfra) read it too, and they do not resolve templates.
+    """
+    absolute = ssh.startswith("/")
+    keys = ssh if absolute else f"{{{{ inventory_dir }}}}/{ssh}"
     lines = [
         HEADER + "all:",
         "  children:",
         "    sparks:",
         "      vars:",
         f"        ansible_user: {USER}",
-        f'        ansible_ssh_private_key_file: "{{{{ inventory_dir }}}}/{ssh}/id_ed25519"',
-        f'        ansible_ssh_common_args: "-o UserKnownHostsFile={{{{ inventory_dir }}}}/{ssh}/known_hosts"',
+        f'        ansible_ssh_private_key_file: "{keys}/id_ed25519"',
+        f'        ansible_ssh_common_args: "-o UserKnownHostsFile={keys}/known_hosts"',
         "        ansible_python_interpreter: /usr/bin/python3",
         "        sparkfleet_replica: lab",
         f"        sparkfleet_world: {len(NODES)}",
+        # It is there only while the lab is, so it needs to look for nothing.
+        *(
+            (
+                f"        image_context: {REPOSITORY}/lab/engine/context",
+                "        sparkfleet_inventory_ready: true",
+            )
+            if absolute
+            else ()
+        ),
         "      hosts:",
     ]
     for rank, node in enumerate(NODES):
