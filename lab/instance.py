@@ -470,11 +470,14 @@ def purge() -> None:
         volume.remove(force=True)
     for network in client.networks.list(filters=every):
         network.remove()
-    for kind in ("node", "base", "base-rootfs", "node-rootfs"):
+    for kind in ("node", "base", "base-rootfs", "node-rootfs", "bare"):
         for found in client.images.list(name=f"{PREFIX}/{kind}"):
             client.images.remove(str(found.id), force=True)
-    for directory in (cache_directory(), REPOSITORY / ".lab"):
-        shutil.rmtree(directory, ignore_errors=True)
+    shutil.rmtree(cache_directory(), ignore_errors=True)
+    for path in (REPOSITORY / ".lab").glob("*"):
+        # The pid and the log of an engine that bootstrap started: it still runs, and its pid is how to end it.
+        if path.is_dir():
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def restart(lab: Instance, node: str) -> None:
