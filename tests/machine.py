@@ -63,9 +63,27 @@ def routes() -> dict[str, str]:
     return {line.strip(): "" for line in text.splitlines() if "docker0" not in line}
 
 
+# What a kernel loads by itself for any Docker container and its network, once, on a machine that ran none before.
+DOCKERS = (
+    "veth",
+    "bridge",
+    "br_netfilter",
+    "stp",
+    "llc",
+    "overlay",
+    "xt_",
+    "x_tables",
+    "nf_",
+    "nft_",
+    "nfnetlink",
+)
+DOCKERS += ("ip_tables", "ip6_tables", "iptable_", "ip6table_", "fuse", "tun", "sch_", "libcrc32c")
+
+
 def modules() -> dict[str, str]:
     path = Path("/proc/modules")
-    return {line.split()[0]: "" for line in path.read_text().splitlines()} if path.exists() else {}
+    names = [line.split()[0] for line in path.read_text().splitlines()] if path.exists() else []
+    return {name: "" for name in names if not name.startswith(DOCKERS)}
 
 
 def mounts() -> dict[str, str]:
