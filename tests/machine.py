@@ -65,19 +65,21 @@ def routes() -> dict[str, str]:
 
 # What a kernel loads by itself for any Docker container and its network, once, on a machine that ran none before.
 DOCKERS = (
-    "veth",
-    "bridge",
-    "br_netfilter",
-    "stp",
-    "llc",
-    "overlay",
-    "xt_",
-    "x_tables",
-    "nf_",
-    "nft_",
-    "nfnetlink",
+    *(
+        "veth",
+        "bridge",
+        "br_netfilter",
+        "stp",
+        "llc",
+        "overlay",
+        "xt_",
+        "x_tables",
+        "nf_",
+        "nft_",
+        "nfnetlink",
+    ),
+    *("ip_tables", "ip6_tables", "iptable_", "ip6table_", "fuse", "tun", "sch_", "libcrc32c"),
 )
-DOCKERS += ("ip_tables", "ip6_tables", "iptable_", "ip6table_", "fuse", "tun", "sch_", "libcrc32c")
 
 
 def modules() -> dict[str, str]:
