@@ -238,7 +238,7 @@ def test_apt_works_in_a_node(node: Node) -> None:
 def test_the_inventory_is_that_of_the_instance() -> None:
     found = lab()
     assert (found.directory / "inventory/hosts.yml").read_text(encoding="utf-8") == inventory_text(
-        found, "../ssh"
+        found, str(found.directory / "ssh")
     )
 
 
