@@ -10,6 +10,7 @@ import hashlib
 import json
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 # Counters and values that the kernel moves by itself.
@@ -105,19 +106,27 @@ def take() -> dict[str, dict[str, str]]:
     }
 
 
+def compare(before: dict[str, dict[str, str]], after: dict[str, dict[str, str]]) -> list[str]:
+    """One line for each object that differs."""
+    return [
+        f"{kind} {name}: before {before[kind].get(name, 'absent')!r}, after {after[kind].get(name, 'absent')!r}"
+        for kind in after
+        for name in sorted({*before[kind], *after[kind]})
+        if before[kind].get(name) != after[kind].get(name)
+    ]
+
+
 def main() -> int:
     action, path = sys.argv[1], Path(sys.argv[2])
     if action == "save":
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(take()))
         return 0
-    before, after = json.loads(path.read_text()), take()
-    differences = [
-        f"{kind} {name}: before {before[kind].get(name, 'absent')!r}, after {after[kind].get(name, 'absent')!r}"
-        for kind in after
-        for name in sorted({*before[kind], *after[kind]})
-        if before[kind].get(name) != after[kind].get(name)
-    ]
+    before = json.loads(path.read_text())
+    # The kernel takes an ended container's network down a while after the container.
+    end = time.monotonic() + 60
+    while (differences := compare(before, take())) and time.monotonic() < end:
+        time.sleep(2)
     print("\n".join(differences) or "the machine is as it was")
     return 1 if differences else 0
 
