@@ -55,7 +55,8 @@ def interfaces() -> dict[str, str]:
     return {
         row["ifname"]: json.dumps([[entry["local"], entry["prefixlen"]] for entry in row["addr_info"]])
         for row in rows
-        if row["ifname"] != "docker0"
+        # The engine's bridge, and its ends of containers' networks, which the kernel takes down when it likes.
+        if row["ifname"] != "docker0" and not row["ifname"].startswith("veth")
     }
 
 
