@@ -58,7 +58,8 @@ def main(arguments: list[str] | None = None) -> int:
         instance.purge()
     elif options.command == "images":
         client = instance.connect()
-        print(image.node_image(client), image.base_image(client), sep="\n")
+        with image.alone():
+            print(image.node_image(client), image.base_image(client), sep="\n")
     elif options.command == "status":
         states = instance.status(lab)
         print("\n".join(f"{name}: {state}" for name, state in states.items()) or f"lab {lab.name} is down")

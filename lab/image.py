@@ -8,6 +8,7 @@ result and does nothing.
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import io
 import shutil
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import docker
@@ -59,6 +61,16 @@ SLIM = tuple(f"--dpkgopt=path-exclude=/usr/share/{part}/*" for part in ("doc", "
 
 def say(text: str) -> None:
     print(f"lab: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Several labs that start at once on one machine share the caches: the first makes an image, the others wait."""
+    cache = cache_directory()
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / "images.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
 
 
 def short_hash(parts: Iterable[str | bytes]) -> str:
@@ -186,6 +198,26 @@ def node_image(client: docker.DockerClient) -> str:
     return tag
 
 
+def fetch_wheels(target: Path, wheels: Iterable[str], python: str) -> None:
+    """Packages and what they need, unpacked into ``target`` for the lab's nodes with that Python (like "3.13")."""
+    names = list(wheels)
+    say(f"fetching {', '.join(names)}")
+    command = [
+        *(sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"),
+        *(
+            "--target",
+            str(target),
+            "--only-binary=:all:",
+            "--implementation=cp",
+            f"--python-version={python}",
+        ),
+        *("--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64", *names),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise SystemExit(f"lab: fetching {', '.join(names)} failed:\n{done.stderr}")
+
+
 def base_image(client: docker.DockerClient) -> str:
     """The image that the lab engine is built from: Python and huggingface_hub; returns its tag."""
     base = f"{PREFIX}/base-rootfs:{short_hash([SUITE, MIRROR, *BASE_PACKAGES, *SLIM])}"
@@ -197,23 +229,6 @@ def base_image(client: docker.DockerClient) -> str:
         import_rootfs(client, "base", BASE_PACKAGES)
         with tempfile.TemporaryDirectory() as scratch:
             target = Path(scratch) / "wheels"
-            say(f"fetching {', '.join(BASE_WHEELS)}")
-            command = [
-                *(
-                    sys.executable,
-                    "-m",
-                    "pip",
-                    "install",
-                    "--quiet",
-                    "--disable-pip-version-check",
-                    "--target",
-                    str(target),
-                ),
-                *("--only-binary=:all:", "--implementation=cp", f"--python-version={BASE_PYTHON}"),
-                *("--platform=manylinux_2_28_x86_64", "--platform=manylinux2014_x86_64", *BASE_WHEELS),
-            ]
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode:
-                raise SystemExit(f"lab: fetching {', '.join(BASE_WHEELS)} failed:\n{done.stderr}")
+            fetch_wheels(target, BASE_WHEELS, python=BASE_PYTHON)
             build(client, tag, pack({"Dockerfile": recipe, "wheels": target}), {"ROOTFS": base})
     return tag

@@ -416,8 +416,9 @@ def up(lab: Instance) -> dict[str, Any]:
     client = connect()
     make_keys(lab)
     inventory = write_inventory(lab)
-    tag = image.node_image(client)
-    seed = registry_seed(client, tag, image.base_image(client))
+    with image.alone():
+        tag = image.node_image(client)
+        seed = registry_seed(client, tag, image.base_image(client))
     make_network(client, lab)
     with ThreadPoolExecutor() as pool:
         hub = pool.submit(ensure, client, lab, "hub", tag, lambda: create_hub(client, lab, tag, seed))
