@@ -29,6 +29,8 @@ lint:
 	@vermin -q --no-tips --eval-annotations --exclude file --target=3.9- --violations plugins/module_utils plugins/modules node
 	@yamllint -c .config/yamllint.yml .
 	@ansible-lint -q -c .config/ansible-lint.yml
+	@git ls-files '*Dockerfile*' | xargs hadolint
+	@git grep -lIE '^#!/(usr/)?bin/(env )?(ba|da)?sh( |$$)' | xargs shellcheck
 
 types:
 	@mypy
