@@ -2,7 +2,12 @@
 """The kernel kit of the engine: whole by its own MANIFEST, and with RoPE tables long enough for the context.
 
 ``MANIFEST`` is a sha256 list (``HEX  PATH``). Its lines are compared with digests that were proven while the
-kit was brought, so nothing is read twice. A kit from git lacks its five generated files.
+kit was brought, so nothing is read twice.
+
+A kit from git lacks its five generated files, and nothing here makes them. The engine's tables are the bits
+that PyTorch's own `pow` and `polar` give on a CPU (another library's differ in the last bit, and the kit pins
+their digests), and the image-routing data is copied out of the original release, 43 tensors from all of its
+shards. The kit's own scripts do both; a complete copy of the kit carries the results.
 """
 
 from __future__ import annotations
@@ -48,8 +53,7 @@ def compare(manifest: Mapping[str, str], digests: Mapping[str, str]) -> list[str
     for path, digest in sorted(manifest.items()):
         found = digests.get(path)
         if found is None:
-            made = " (a generated file, which the kit's git copy lacks)" if path in GENERATED else ""
-            wrong.append(f"{path} is absent{made}")
+            wrong.append(f"{path} is absent")
         elif found != digest:
             wrong.append(f"{path} has sha256 {found[:12]}… instead of {digest[:12]}…")
     return wrong
@@ -74,19 +78,26 @@ def check(kit: Path, proof: Proof, rows_wanted: int) -> int:
         manifest = parse_manifest(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise TreeError(f"{path} cannot be read ({exc.strerror}): this is not a kit") from exc
-    wrong = compare(manifest, {name: seen.sha256 for name, seen in proof.files.items()})
+    digests = {name: seen.sha256 for name, seen in proof.files.items()}
+    unmade = [path for path in GENERATED if path not in digests]
+    if unmade:
+        raise TreeError(
+            f"{kit} lacks generated files ({', '.join(unmade)}): it is a copy of the kit's git repository. They are "
+            "not made here, because only the kit's own tools/make_rope.py (with PyTorch) and "
+            "tools/make_bias_vl.py (from the original release) give the engine's bits. Name a complete copy of the "
+            "kit, such as the folder kit of the Hub repository bertholomus/DeepSeek-V4.1-Flash-TensorFold-TP2-2xGB10"
+        )
+    wrong = compare(manifest, digests)
     if wrong:
         more = f" and {len(wrong) - 4} more" if len(wrong) > 4 else ""
         raise TreeError(
-            f"{kit} is not what its MANIFEST says: {'; '.join(wrong[:4])}{more}. Name a revision of the kit "
-            "that "
+            f"{kit} is not what its MANIFEST says: {'; '.join(wrong[:4])}{more}. Name a revision of the kit that "
             "is complete"
         )
     rows = rope_rows(kit)
     if rows < rows_wanted:
         raise TreeError(
-            f"{kit}: the RoPE tables have {rows} rows, the context needs {rows_wanted} (ShortRopeTable). "
-            "Lower the "
+            f"{kit}: the RoPE tables have {rows} rows, the context needs {rows_wanted} (ShortRopeTable). Lower the "
             f"context to {max(rows - 17, 0)}, or name a kit with longer tables"
         )
     return rows

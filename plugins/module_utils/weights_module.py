@@ -6,11 +6,23 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from .tree import FileSpec, Report, TreeError, human, proof_path
+
+#: Options of every module that moves or proves large files; documented by the fragment ``transfer``.
+TRANSFER_ARGS: Mapping[str, Any] = {
+    "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
+    "progress_file": {"type": "path", "default": ""},
+}
+PROOF_ARGS: Mapping[str, Any] = {
+    "rehash": {"type": "bool", "default": False},
+    "reserve_bytes": {"type": "int", "default": 5_000_000_000},
+}
+PARALLEL_ARGS: Mapping[str, Any] = {"parallel": {"type": "int", "default": 4}}
+DOCKER_ARGS: Mapping[str, Any] = {"docker_socket": {"type": "path", "default": "/var/run/docker.sock"}}
 
 #: Helper containers of ours carry this label with their purpose as value.
 HELPER_LABEL = "sparkfleet.helper"

@@ -98,26 +98,14 @@ options:
     description: C(address), C(port) and C(folder) of the share.
     type: dict
     default: {}
-  data_dir:
-    description: Data directory of sparkfleet.
-    type: path
-    default: /var/lib/sparkfleet
   reserve_bytes:
     description: Bytes that must be free under Docker's root before a build, import or pull.
     type: int
     default: 35000000000
-  parallel:
-    description: Files at once on the fabric.
-    type: int
-    default: 4
-  docker_socket:
-    description: Socket of the Docker engine.
-    type: path
-    default: /var/run/docker.sock
-  progress_file:
-    description: Where to write progress for a watcher. Empty writes none.
-    type: path
-    default: ""
+extends_documentation_fragment:
+  - sparkfleet.serving.transfer
+  - sparkfleet.serving.transfer.parallel
+  - sparkfleet.serving.transfer.docker
 attributes:
   check_mode:
     description: Predicts; reads only.
@@ -219,7 +207,10 @@ from ..module_utils.tree import (
     write_proof,
 )
 from ..module_utils.weights_module import (
+    DOCKER_ARGS,
     HELPER_LABEL,
+    PARALLEL_ARGS,
+    TRANSFER_ARGS,
     entry,
     lock_dir,
     need_tool,
@@ -439,6 +430,9 @@ def clean(params: dict[str, Any]) -> None:
 def spec() -> dict[str, Any]:
     """The argument spec."""
     return {
+        **TRANSFER_ARGS,
+        **PARALLEL_ARGS,
+        **DOCKER_ARGS,
         "state": {
             "type": "str",
             "choices": ["inspected", "built", "exported", "imported", "pulled", "cleaned"],
@@ -461,11 +455,7 @@ def spec() -> dict[str, Any]:
         "expected_layers": {"type": "str", "default": ""},
         "members": {"type": "list", "elements": "dict", "default": []},
         "source": {"type": "dict", "default": {}},
-        "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
         "reserve_bytes": {"type": "int", "default": 35_000_000_000},
-        "parallel": {"type": "int", "default": 4},
-        "docker_socket": {"type": "path", "default": "/var/run/docker.sock"},
-        "progress_file": {"type": "path", "default": ""},
     }
 
 

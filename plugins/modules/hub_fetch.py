@@ -49,10 +49,6 @@ options:
     description: Directory that will hold exactly these files.
     type: path
     required: true
-  data_dir:
-    description: Data directory of sparkfleet, for lock files.
-    type: path
-    default: /var/lib/sparkfleet
   image:
     description: Engine image with C(python3) and C(huggingface_hub). Needed only when something is missing.
     type: str
@@ -65,26 +61,11 @@ options:
     description: A file on the node that holds the token, used when O(token) is empty and the file exists.
     type: path
     default: ""
-  parallel:
-    description: Files at once, for the download and for the proof.
-    type: int
-    default: 4
-  rehash:
-    description: Read every byte again instead of trusting what was proven before.
-    type: bool
-    default: false
-  reserve_bytes:
-    description: Bytes that must stay free on the filesystem.
-    type: int
-    default: 5000000000
-  docker_socket:
-    description: Socket of the Docker engine.
-    type: path
-    default: /var/run/docker.sock
-  progress_file:
-    description: Where to write progress for a watcher. Empty writes none.
-    type: path
-    default: ""
+extends_documentation_fragment:
+  - sparkfleet.serving.transfer
+  - sparkfleet.serving.transfer.proof
+  - sparkfleet.serving.transfer.parallel
+  - sparkfleet.serving.transfer.docker
 attributes:
   check_mode:
     description: Says how many files and bytes would come, asks the Hub whether it would give them.
@@ -171,7 +152,11 @@ from ..module_utils.tree import (
     write_proof,
 )
 from ..module_utils.weights_module import (
+    DOCKER_ARGS,
     HELPER_LABEL,
+    PARALLEL_ARGS,
+    PROOF_ARGS,
+    TRANSFER_ARGS,
     movement,
     own_parents,
     refusal,
@@ -355,6 +340,10 @@ def main() -> None:
     """Entry point."""
     module = AnsibleModule(
         argument_spec={
+            **TRANSFER_ARGS,
+            **PROOF_ARGS,
+            **PARALLEL_ARGS,
+            **DOCKER_ARGS,
             "endpoint": {"type": "str", "default": "https://huggingface.co"},
             "repo": {"type": "str", "required": True},
             "revision": {"type": "str", "required": True},
@@ -362,15 +351,9 @@ def main() -> None:
             "names": {"type": "list", "elements": "str", "default": []},
             "prefix": {"type": "str", "default": ""},
             "dest": {"type": "path", "required": True},
-            "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
             "image": {"type": "str", "default": ""},
             "token": {"type": "str", "default": "", "no_log": True},
             "token_file": {"type": "path", "default": "", "no_log": False},
-            "parallel": {"type": "int", "default": 4},
-            "rehash": {"type": "bool", "default": False},
-            "reserve_bytes": {"type": "int", "default": 5_000_000_000},
-            "docker_socket": {"type": "path", "default": "/var/run/docker.sock"},
-            "progress_file": {"type": "path", "default": ""},
         },
         supports_check_mode=True,
     )

@@ -1,6 +1,6 @@
 #!/usr/bin/python
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
-"""Rank files and token map, made by the engine's own tools in the engine image."""
+"""Rank files by the engine's own tool or our writer, and the token map by the engine's own script."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ short_description: Rank files and token map from a checkpoint
 description:
   - Makes the rank files that are asked for, and the Engram token map, with the engine's own tools in a
     container of the engine image without network, and proves what came out.
+  - Where an engine build lacks the rank file tool, our own writer makes the same file, byte for byte, from
+    the headers and the plan's own rules.
   - A rank file's name must be the one of the plan. It covers the layout only, so the variant (the weights
     that it was cut from) is part of its directory and of its proof.
 author: The sparkfleet founders (@sparkfleet)
@@ -64,6 +66,13 @@ options:
     description: Engine image.
     type: str
     default: ""
+  writer:
+    description:
+      - V(engine) runs O(tool) in the engine image.
+      - V(ours) writes the file with the collection's own code, on the node itself.
+    type: str
+    choices: [engine, ours]
+    default: engine
   tool:
     description: Name of the rank file tool in the image.
     type: str
@@ -76,29 +85,15 @@ options:
     description: MemAvailable needed while a rank file is written (the tool holds the embedding twice).
     type: int
     default: 5368709120
-  reserve_bytes:
-    description: Bytes that must stay free on the filesystem.
-    type: int
-    default: 5000000000
-  rehash:
-    description: Read rank files again instead of trusting what was proven before.
-    type: bool
-    default: false
-  data_dir:
-    description: Data directory of sparkfleet, for lock files.
-    type: path
-    default: /var/lib/sparkfleet
-  docker_socket:
-    description: Socket of the Docker engine.
-    type: path
-    default: /var/run/docker.sock
-  progress_file:
-    description: Where to write progress for a watcher. Empty writes none.
-    type: path
-    default: ""
+extends_documentation_fragment:
+  - sparkfleet.serving.transfer
+  - sparkfleet.serving.transfer.proof
+  - sparkfleet.serving.transfer.docker
 attributes:
   check_mode:
-    description: Says what would be made.
+    description: >-
+      Says what would be made. Where the checkpoint is there already, the name that the writer would give is
+      compared with the plan's.
     support: full
   diff_mode:
     description: Files before and after.
@@ -140,7 +135,7 @@ import hashlib
 import json
 import shutil
 from pathlib import Path
-from typing import Any
+from typing import Any, Union
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -148,6 +143,9 @@ from ..module_utils.docker_api import DockerApi, DockerError, DockerNotFound
 from ..module_utils.fabric_copy import SizeWatch
 from ..module_utils.kit import check as check_kit
 from ..module_utils.rank_file import check_frame, explain, parse_name
+from ..module_utils.rank_writer import Source, plan_rank, write_rank_file
+from ..module_utils.safetensors import PlanError
+from ..module_utils.split import RankLayout
 from ..module_utils.tree import (
     FileSpec,
     Progress,
@@ -166,7 +164,16 @@ from ..module_utils.tree import (
     refuse_space,
     write_proof,
 )
-from ..module_utils.weights_module import HELPER_LABEL, entry, lock_dir, own_parents, refusal
+from ..module_utils.weights_module import (
+    DOCKER_ARGS,
+    HELPER_LABEL,
+    PROOF_ARGS,
+    TRANSFER_ARGS,
+    entry,
+    lock_dir,
+    own_parents,
+    refusal,
+)
 
 Rank = dict[str, Any]
 
@@ -233,16 +240,21 @@ class Tools:
         self._params = params
         self._api = DockerApi(params["docker_socket"])
 
-    def need_image(self) -> None:
-        """Refuse when the engine image is not here."""
+    def has_image(self) -> bool:
+        """The engine image is here."""
         try:
             self._api.image_inspect(self._params["image"])
-        except DockerNotFound as exc:
+        except DockerNotFound:
+            return False
+        return True
+
+    def need_image(self) -> None:
+        """Refuse when the engine image is not here."""
+        if not self.has_image():
             raise TreeError(
                 f"the engine image {self._params['image'] or '(none named)'} is not on this node; run the "
-                "image "
-                "role first"
-            ) from exc
+                "image role first"
+            )
 
     def run(self, purpose: str, argv: list[str], binds: list[str], hear: Any = None) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of one tool. A leftover of a dead run by this name is replaced."""
@@ -266,7 +278,7 @@ class Tools:
         code, out, err = self._api.run(name, spec, hear)
         return code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
 
-    def index(self, item: Rank) -> str:
+    def name(self, item: Rank) -> str:
         """The file name that the engine's tool would give, by ``--index-only`` through a pipe."""
         digest = hashlib.sha256()
 
@@ -285,16 +297,18 @@ class Tools:
             raise TreeError(f"{self._params['tool']} refuses the checkpoint: {explain(err, code)}")
         return f"rank{item['rank']}of{self._params['world']}-{digest.hexdigest()[:20]}.bin"
 
-    def write(self, item: Rank, out: Path) -> None:
-        """Write one rank file into an empty directory."""
+    def write(self, item: Rank, out: Path, progress: Progress) -> str:
+        """Write one rank file into an empty directory. The tool does not say what it wrote: ``""``."""
         argv = [self._params["tool"], "/model", "/out", str(item["rank"]), str(self._params["world"])]
-        code, _out, err = self.run(
-            f"rank-file-{item['rank']}",
-            [*argv, *self._params["flags"]],
-            [f"{self._params['model_dir']}:/model:ro", f"{out}:/out"],
-        )
+        with SizeWatch(out, 0, progress.set):
+            code, _out, err = self.run(
+                f"rank-file-{item['rank']}",
+                [*argv, *self._params["flags"]],
+                [f"{self._params['model_dir']}:/model:ro", f"{out}:/out"],
+            )
         if code != 0:
             raise TreeError(f"{self._params['tool']} failed for rank {item['rank']}: {explain(err, code)}")
+        return ""
 
     def token_map(self, out: Path) -> None:
         """Write the token map."""
@@ -308,6 +322,54 @@ class Tools:
         check_token_map(out)
 
 
+class OurWriter:
+    """Rank files by our own code."""
+
+    def __init__(self, params: dict[str, Any]) -> None:
+        self._params = params
+        self._planned: tuple[int, RankLayout, dict[str, Source]] | None = None
+
+    def _plan(self, rank: int) -> tuple[RankLayout, dict[str, Source]]:
+        if self._planned is None or self._planned[0] != rank:
+            self._planned = None  # one plan at a time: at full size it is some hundred MB
+            found = plan_rank(
+                Path(self._params["model_dir"]), self._params["world"], rank, self._params["flags"]
+            )
+            self._planned = (rank, *found)
+        return self._planned[1:]
+
+    def name(self, item: Rank) -> str:
+        """The file name that belongs to the checkpoint, from its headers."""
+        return self._plan(int(item["rank"]))[0].file_name
+
+    def write(self, item: Rank, out: Path, progress: Progress) -> str:
+        """Write one rank file into an empty directory; returns the sha256 of what was written."""
+        layout, sources = self._plan(int(item["rank"]))
+        return write_rank_file(Path(self._params["model_dir"]), out, layout, sources, progress.add)
+
+
+Writer = Union[Tools, OurWriter]
+
+
+def agree(writer: Writer, item: Rank, params: dict[str, Any]) -> None:
+    """Refuse when the file would get another name than the plan expects."""
+    found, wanted = writer.name(item), item["file_name"]
+    if found != wanted:
+        who = "the engine's tool" if params["writer"] == "engine" else "our writer"
+        raise TreeError(
+            f"{who} would write {found}, the plan expects {wanted}: checkpoint, flags and plan do not "
+            "belong together. Make the model lock for this revision again, or correct the engine's flags"
+        )
+
+
+def can_ask(tools: Tools) -> bool:
+    """Whether the engine's tool can be run now; before the image is there, check mode has nothing to ask."""
+    try:
+        return tools.has_image()
+    except DockerError:
+        return False
+
+
 def check_token_map(path: Path) -> None:
     """A JSON list of integers, not empty (what the engine reads)."""
     try:
@@ -318,25 +380,18 @@ def check_token_map(path: Path) -> None:
         raise TreeError(f"{path} is not a token map: a list of integers is needed; remove it and run again")
 
 
-def make_rank(tools: Tools, item: Rank, params: dict[str, Any], progress: Progress) -> None:
+def make_rank(writer: Writer, item: Rank, params: dict[str, Any], progress: Progress) -> None:
     """One rank file: name agreed with the plan, written aside, framed right, hashed, placed."""
     folder = rank_dir(item)
     wanted = item["file_name"]
-    found = tools.index(item)
-    if found != wanted:
-        raise TreeError(
-            f"the engine's tool would write {found}, the plan expects {wanted}: checkpoint, flags and plan "
-            "do not "
-            "belong together. Make the model lock for this revision again, or correct the engine's flags"
-        )
+    agree(writer, item, params)
     own_parents(folder.parent)
     size = int(item.get("size") or item.get("file_bytes") or 0)
     refuse_space(folder, size, params["reserve_bytes"], f"rank file {wanted}")
     memory = available_memory()
     if memory < params["min_available_bytes"]:
         raise TreeError(
-            f"writing a rank file needs {human(params['min_available_bytes'])} of memory, {human(memory)} "
-            "are "
+            f"writing a rank file needs {human(params['min_available_bytes'])} of memory, {human(memory)} are "
             "available; stop what uses it or wait"
         )
     out = partial_path(folder)
@@ -344,8 +399,7 @@ def make_rank(tools: Tools, item: Rank, params: dict[str, Any], progress: Progre
     out.mkdir(mode=0o755)
     try:
         progress.step(f"rank file {item['rank']}", size)
-        with SizeWatch(out, 0, progress.set):
-            tools.write(item, out)
+        written = writer.write(item, out, progress)
         path = out / wanted
         if not path.is_file():
             there = sorted(item.name for item in out.iterdir())
@@ -354,6 +408,10 @@ def make_rank(tools: Tools, item: Rank, params: dict[str, Any], progress: Progre
         progress.step(f"proof of rank file {item['rank']}", path.stat().st_size)
         path.chmod(0o644)
         sha256, _blob = digest_file(path, path.stat().st_size, False, progress.add)
+        if written and sha256 != written:
+            raise TreeError(
+                f"{path} was written with sha256 {written} and is read with {sha256}: the disk lies"
+            )
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise
@@ -361,12 +419,8 @@ def make_rank(tools: Tools, item: Rank, params: dict[str, Any], progress: Progre
     if folder.exists():
         shutil.rmtree(folder)
     spec = FileSpec(wanted, info.st_size, sha256)
-    write_proof(
-        proof_path(folder),
-        Proof(
-            {wanted: Seen.of(info, sha256)}, (spec,), {"variant": params["variant"], "image": params["image"]}
-        ),
-    )
+    meta = {"variant": params["variant"], "image": params["image"], "writer": params["writer"]}
+    write_proof(proof_path(folder), Proof({wanted: Seen.of(info, sha256)}, (spec,), meta))
     place(out, folder)
 
 
@@ -413,6 +467,9 @@ def main() -> None:
     """Entry point."""
     module = AnsibleModule(
         argument_spec={
+            **TRANSFER_ARGS,
+            **PROOF_ARGS,
+            **DOCKER_ARGS,
             "state": {"type": "str", "choices": ["compared", "present", "released"], "default": "present"},
             "ranks": {"type": "list", "elements": "dict", "default": []},
             "world": {"type": "int", "default": 2},
@@ -423,14 +480,10 @@ def main() -> None:
             "kit": {"type": "path", "default": ""},
             "rope_rows": {"type": "int", "default": 0},
             "image": {"type": "str", "default": ""},
+            "writer": {"type": "str", "choices": ["engine", "ours"], "default": "engine"},
             "tool": {"type": "str", "default": "tf-dsv41-rank-cache"},
             "token_map_tool": {"type": "str", "default": "/opt/tensorfold/tools/make_token_map.py"},
             "min_available_bytes": {"type": "int", "default": 5 << 30},
-            "reserve_bytes": {"type": "int", "default": 5_000_000_000},
-            "rehash": {"type": "bool", "default": False},
-            "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
-            "docker_socket": {"type": "path", "default": "/var/run/docker.sock"},
-            "progress_file": {"type": "path", "default": ""},
         },
         supports_check_mode=True,
     )
@@ -456,21 +509,27 @@ def main() -> None:
         lock = lock_dir(params["data_dir"]) / "rank-inputs"
         diff = announced(missing, token_map if not map_there else None, lock)
         changed = needed and params["state"] == "present"
+        tools = Tools(params)
+        writer: Writer = tools if params["writer"] == "engine" else OurWriter(params)
+        if changed and module.check_mode and (Path(params["model_dir"]) / "config.json").is_file():
+            # Nothing is written: the name alone is asked, where there is something to ask.
+            for item in missing if params["writer"] == "ours" or can_ask(tools) else []:
+                agree(writer, item, params)
         if changed and not module.check_mode:
-            tools = Tools(params)
-            tools.need_image()
+            if params["writer"] == "engine" or not map_there:
+                tools.need_image()
             own_parents(lock_dir(params["data_dir"]))
             with exclusive(lock, "rank files"):
                 if token_map is not None and not map_there:
                     make_token_map(tools, token_map)
                 for item in missing:
-                    make_rank(tools, item, params, progress)
+                    make_rank(writer, item, params, progress)
             ranks = [look(item, params["variant"], False) for item in params["ranks"]]
             map_there = True
             bad = [f"{state['file']}: {state['why']}" for state in ranks if not state["present"]]
             if bad:
                 raise TreeError("made, but not right: " + "; ".join(bad))
-    except (TreeError, DockerError, OSError) as exc:
+    except (TreeError, PlanError, DockerError, OSError) as exc:
         refusal(module, exc)
     finally:
         progress.close()

@@ -39,30 +39,14 @@ options:
     description: Facts about the tree that are kept with its proof, such as the weights that it was made from.
     type: dict
     default: {}
-  data_dir:
-    description: Data directory of sparkfleet, for lock files.
-    type: path
-    default: /var/lib/sparkfleet
-  parallel:
-    description: Files at once.
-    type: int
-    default: 4
   rate_limit_kib:
     description: Bound of one file's rate in KiB/s, to spare a link that also serves. 0 is no bound.
     type: int
     default: 0
-  rehash:
-    description: Read every byte again instead of trusting what was proven before.
-    type: bool
-    default: false
-  reserve_bytes:
-    description: Bytes that must stay free on the filesystem.
-    type: int
-    default: 5000000000
-  progress_file:
-    description: Where to write progress for a watcher. Empty writes none.
-    type: path
-    default: ""
+extends_documentation_fragment:
+  - sparkfleet.serving.transfer
+  - sparkfleet.serving.transfer.proof
+  - sparkfleet.serving.transfer.parallel
 attributes:
   check_mode:
     description: Says how many files and bytes would come; opens no connection.
@@ -127,6 +111,9 @@ from ..module_utils.tree import (
     write_proof,
 )
 from ..module_utils.weights_module import (
+    PARALLEL_ARGS,
+    PROOF_ARGS,
+    TRANSFER_ARGS,
     movement,
     need_tool,
     own_parents,
@@ -141,17 +128,15 @@ def main() -> None:
     """Entry point."""
     module = AnsibleModule(
         argument_spec={
+            **TRANSFER_ARGS,
+            **PROOF_ARGS,
+            **PARALLEL_ARGS,
             "state": {"type": "str", "choices": ["compared", "present"], "default": "present"},
             "dest": {"type": "path", "required": True},
             "files": {"type": "list", "elements": "dict", "required": True},
             "source": {"type": "dict", "default": {}},
             "meta": {"type": "dict", "default": {}},
-            "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
-            "parallel": {"type": "int", "default": 4},
             "rate_limit_kib": {"type": "int", "default": 0},
-            "rehash": {"type": "bool", "default": False},
-            "reserve_bytes": {"type": "int", "default": 5_000_000_000},
-            "progress_file": {"type": "path", "default": ""},
         },
         supports_check_mode=True,
     )

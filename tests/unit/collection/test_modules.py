@@ -21,6 +21,19 @@ class Captured(Exception):
         self.spec, self.check = spec, check
 
 
+def documented_by(name: str) -> Mapping[str, Any]:
+    """Options of a module, those of its fragments included. A name in both is a contradiction."""
+    documentation = yaml.safe_load(importlib.import_module(f"{PACKAGE}.{name}").DOCUMENTATION)
+    options = dict(documentation.get("options") or {})
+    for fragment in documentation.get("extends_documentation_fragment") or []:
+        file, _dot, part = fragment.removeprefix("sparkfleet.serving.").partition(".")
+        module = importlib.import_module(f"{PACKAGE.rpartition('.')[0]}.doc_fragments.{file}")
+        more = yaml.safe_load(getattr(module.ModuleDocFragment, part.upper() or "DOCUMENTATION"))["options"]
+        assert not set(more) & set(options), f"{fragment} and {name} both document {set(more) & set(options)}"
+        options.update(more)
+    return options
+
+
 def capture(self: Any, argument_spec: Mapping[str, Any], **options: Any) -> None:
     raise Captured(argument_spec, bool(options.get("supports_check_mode")))
 
@@ -57,7 +70,7 @@ def test_documentation_equals_the_argument_spec(name: str, monkeypatch: pytest.M
     with pytest.raises(Captured) as caught:
         module.main()
     documentation = yaml.safe_load(module.DOCUMENTATION)
-    assert differences("", documentation.get("options") or {}, caught.value.spec) == []
+    assert differences("", documented_by(name), caught.value.spec) == []
     assert caught.value.check, "every module supports check mode"
     assert {"check_mode", "diff_mode"} <= set(documentation["attributes"])
     assert documentation["module"] == name

@@ -6,6 +6,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -65,7 +66,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[list[str]]]:
         return done.returncode, done.stdout.decode(), done.stderr.decode()
 
     monkeypatch.setattr(module.Tools, "run", run)
-    monkeypatch.setattr(module.Tools, "need_image", lambda _self: None)
+    monkeypatch.setattr(module.Tools, "has_image", lambda _self: True)
     monkeypatch.setattr(module, "available_memory", lambda: 8 << 30)
     yield seen
 
@@ -97,7 +98,8 @@ def test_files_are_predicted_made_and_then_nothing(
 ) -> None:
     ranks = [planned(model, 0), planned(model, 1)]
     predicted = inputs(model, tmp_path, ranks, check=True)
-    assert (predicted["changed"], predicted["rank_needed"], calls) == (True, True, [])
+    assert (predicted["changed"], predicted["rank_needed"]) == (True, True)
+    assert [words[-1] for words in calls] == ["--index-only"] * 2, "names alone are asked"
     assert not (tmp_path / "rank-files").exists()
     made = inputs(model, tmp_path, ranks)
     assert made["changed"], made
@@ -117,8 +119,10 @@ def test_a_name_that_is_not_the_plans_is_refused_with_both(
     model: Path, tmp_path: Path, calls: list[list[str]]
 ) -> None:
     wrong = {"rank": 0, "file_name": "rank0of2-" + "0" * 20 + ".bin"}
+    predicted = inputs(model, tmp_path, [wrong], check=True)
     answer = inputs(model, tmp_path, [wrong])
-    assert answer["failed"]
+    assert predicted["failed"] and answer["failed"]
+    assert answer["msg"] == predicted["msg"]
     assert planned(model, 0)["file_name"] in answer["msg"]
     assert wrong["file_name"] in answer["msg"]
     assert not list((tmp_path / "rank-files").rglob("*.bin"))
@@ -259,8 +263,20 @@ def test_a_kit_is_judged_by_its_manifest_and_its_tables(a_kit: tuple[Path, tree.
     rows = kit.check(folder, proof, 8192)
     with pytest.raises(TreeError, match=rf"have {rows} rows, the context needs 524305 \(ShortRopeTable\)"):
         kit.check(folder, proof, 524288 + 17)
-    del proof.files["rope-plain-cos.f32"]
-    with pytest.raises(TreeError, match=r"rope-plain-cos\.f32 is absent \(a generated file"):
+    absent = proof.files.pop("engram.json")
+    with pytest.raises(TreeError, match=r"engram\.json is absent.*Name a revision"):
+        kit.check(folder, proof, 8192)
+    proof.files["engram.json"] = absent
+
+
+@pytest.mark.parametrize("name", kit.GENERATED)
+def test_a_kit_from_git_is_refused_by_the_name_of_what_it_lacks(
+    a_kit: tuple[Path, tree.Proof], name: str
+) -> None:
+    folder, proof = a_kit
+    kit.check(folder, proof, 8192)
+    del proof.files[name]
+    with pytest.raises(TreeError, match=rf"{re.escape(name)}.*not made here.*Name a complete copy"):
         kit.check(folder, proof, 8192)
 
 
