@@ -28,7 +28,10 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import 
     meminfo,
     unit_state,
 )
+from ansible_collections.sparkfleet.serving.plugins.module_utils.launch import is_volume
+from ansible_collections.sparkfleet.serving.plugins.module_utils.nfs import ping, server_of
 from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_state import container_view
+from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import TreeError
 
 from . import gid
 from .common import load_launch, until
@@ -108,8 +111,8 @@ def devices(host: Host, _docker: DockerApi, launch: Mapping[str, Any]) -> None:
 def files(host: Host, _docker: DockerApi, launch: Mapping[str, Any]) -> None:
     """Every mounted path exists, and the rank file directory holds this rank's file alone, in full size."""
     for mount in launch["container"]["mounts"]:
-        # A writable directory is a cache of the rank; the agent makes it.
-        if mount["read_only"] and not host.exists(str(mount["source"])):
+        # A writable directory is a cache of the rank; the agent makes it. Volumes are a check of their own.
+        if mount["read_only"] and not is_volume(mount["source"]) and not host.exists(str(mount["source"])):
             raise Refusal(
                 f"{mount['source']} does not exist (mounted at {mount['target']})",
                 "absent",
@@ -135,6 +138,34 @@ def files(host: Host, _docker: DockerApi, launch: Mapping[str, Any]) -> None:
         has = host.path(f"{mount['source']}/{name}").stat().st_size
         if size and has != size:
             raise Refusal(f"{name} has the wrong size", has, size, "remove it and run site.yml again")
+
+
+def volumes(_host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> None:
+    """Every Docker volume exists (Docker makes an empty one of a name that it does not know), and the server behind
+    it answers: who touches a dead mount hangs, and Docker with it (field B57). A peer that boots may come late.
+    """
+    for mount in launch["container"]["mounts"]:
+        name, target = mount["source"], mount["target"]
+        if not is_volume(name):
+            continue
+        try:
+            server = server_of(docker.volume_inspect(name).get("Options"))
+            if server:
+                ping(server)
+        except DockerNotFound as error:
+            raise Refusal(
+                f"the Docker volume {name} does not exist (mounted at {target})",
+                "absent",
+                "present",
+                "run site.yml, which makes it",
+            ) from error
+        except (TreeError, DockerError) as error:
+            raise Refusal(
+                f"the Docker volume {name} (mounted at {target}) cannot be used: {error}",
+                "no answer",
+                "an answer of the node that exports it",
+                "start that node, then this rank",
+            ) from error
 
 
 def image(_host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> None:
@@ -248,7 +279,7 @@ def memory(host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> None:
 Check = Callable[[Host, DockerApi, Mapping[str, Any]], None]
 #: Checks in order; those of the second list may hold a little later and are waited for.
 FIRM: tuple[Check, ...] = (kernel, clocks, container, image, devices, files, ports)
-LATE: tuple[Check, ...] = (rails, index, memory)
+LATE: tuple[Check, ...] = (rails, index, volumes, memory)
 
 
 def check(

@@ -505,8 +505,9 @@ class Member:
 class LaunchInput:
     """Everything that decides the launch of one rank.
 
-    ``paths`` maps the profile's mount names to host paths. ``image_content`` is the content hash of the image
-    (it stands for the image in the launch hash, so that another name of equal content restarts nothing).
+    ``paths`` maps the profile's mount names to host paths; a read-only one may be ``volume:NAME``.
+    ``image_content`` is the content hash of the image (it stands for the image in the launch hash, so that another
+    name of equal content restarts nothing).
     ``secrets`` maps secret names to ``(path on the host, keyed digest of the content)``.
     """
 
@@ -602,6 +603,30 @@ def _entries(section: Mapping[str, Any], role: str) -> list[Any]:
 def _shell_safe(text: str, where: str) -> list[str]:
     bad = [repr(char) for char in text if char in "\0\n\r"]
     return [f"{where}: holds {', '.join(sorted(set(bad)))}"] if bad else []
+
+
+#: How a path says that it is the name of a Docker volume, for example ``volume:sparkfleet-engram``.
+VOLUME_PREFIX = "volume:"
+#: What Docker takes as the name of a volume.
+_VOLUME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]+\Z")
+
+
+def is_volume(source: str) -> bool:
+    """Whether the source of a launch's mount is a Docker volume: mounted while a container uses it, such as NFS."""
+    return not source.startswith("/")
+
+
+def _mount(mount: Mapping[str, Any]) -> Json:
+    """One mount of Docker's create request. A volume never gets what the image has at its target."""
+    body = {
+        "Type": "bind",
+        "Source": mount["source"],
+        "Target": mount["target"],
+        "ReadOnly": mount["read_only"],
+    }
+    return (
+        {**body, "Type": "volume", "VolumeOptions": {"NoCopy": True}} if is_volume(mount["source"]) else body
+    )
 
 
 def _path_problems(name: str, path: str) -> list[str]:
@@ -707,7 +732,12 @@ def build(profile: Mapping[str, Any], given: LaunchInput) -> Json:
         if not path:
             problems.append(f"paths.{mount['path']}: is needed for {mount['target']}")
             continue
-        problems += _path_problems(mount["path"], path)
+        if path.startswith(VOLUME_PREFIX) and mount["read_only"]:
+            path = path[len(VOLUME_PREFIX) :]
+            if not _VOLUME.match(path):
+                problems.append(f"paths.{mount['path']}: {path!r} is no name of a Docker volume")
+        else:
+            problems += _path_problems(mount["path"], path)
         mounts.append({"source": path, "target": mount["target"], "read_only": mount["read_only"]})
     secret_digests: dict[str, str] = {}
     secret_names: list[str] = []
@@ -957,10 +987,7 @@ def create_body(launch: Mapping[str, Any], gid_index: int | None, devices: Seque
     host: Json = {
         "NetworkMode": spec["network"] or "default",
         "RestartPolicy": {"Name": spec["restart"]},
-        "Mounts": [
-            {"Type": "bind", "Source": m["source"], "Target": m["target"], "ReadOnly": m["read_only"]}
-            for m in spec["mounts"]
-        ],
+        "Mounts": [_mount(mount) for mount in spec["mounts"]],
         "Ulimits": [
             {"Name": name, "Soft": value, "Hard": value} for name, value in sorted(spec["ulimits"].items())
         ],
@@ -1027,7 +1054,13 @@ def render(
         lines.append(f"--device {path}")
     lines.append(f"--restart {spec['restart']}")
     for mount in spec["mounts"]:
-        lines.append(f"-v {mount['source']}:{mount['target']}{':ro' if mount['read_only'] else ''}")
+        options = [
+            *(["ro"] if mount["read_only"] else []),
+            *(["nocopy"] if is_volume(mount["source"]) else []),
+        ]
+        lines.append(
+            f"-v {':'.join([mount['source'], mount['target'], *([','.join(options)] if options else [])])}"
+        )
     for name, text in sorted(spec["env"].items()):
         lines.append(f"-e {name}={text.replace(GID_TEMPLATE, f'<resolved at start ({now})>')}")
     if spec["entrypoint"]:

@@ -315,6 +315,28 @@ def test_a_secret_is_a_file_and_only_the_heads() -> None:
     assert "1" * 20 not in json.dumps(renewed), "the digest itself is kept nowhere"
 
 
+def test_a_read_only_mount_may_be_a_volume() -> None:
+    rank = both(paths={**PATHS, "engram": "volume:sparkfleet-engram-0123"})[1]
+    mounts = {one["Target"]: one for one in L.create_body(rank, 3, [])["HostConfig"]["Mounts"]}
+    assert mounts["/engram"] == {
+        "Type": "volume",
+        "Source": "sparkfleet-engram-0123",
+        "Target": "/engram",
+        "ReadOnly": True,
+        "VolumeOptions": {"NoCopy": True},
+    }
+    assert {one["Type"] for target, one in mounts.items() if target != "/engram"} == {"bind"}
+    assert "-v sparkfleet-engram-0123:/engram:ro,nocopy" in L.render(rank)
+    for name, source, text in (
+        ("cache", "volume:a-name", "is not absolute"),
+        ("engram", "a-name", "is not absolute"),
+        ("engram", "volume:../x", "no name of a Docker volume"),
+        ("engram", "volume:", "no name of a Docker volume"),
+    ):
+        with pytest.raises(L.LaunchError, match=text):
+            both(paths={**PATHS, name: source})
+
+
 @pytest.mark.field("B42", "B75", "B77", "B91", "B92")
 def test_the_create_body_is_what_docker_needs() -> None:
     head = both()[0]

@@ -22,6 +22,7 @@ class FakeDocker:
         self.path = path
         self.containers: dict[str, dict[str, Any]] = {}
         self.images: dict[str, dict[str, Any]] = {}
+        self.volumes: dict[str, dict[str, Any]] = {}
         self.bodies: dict[str, Any] = {}
         self.calls: list[str] = []
         self.changed = threading.Condition()
@@ -137,6 +138,13 @@ class FakeDocker:
                 (200, self.images[name])
                 if name in self.images
                 else (404, {"message": f"No such image: {name}"})
+            )
+        if path.startswith("/volumes/"):
+            name = path[len("/volumes/") :]
+            return (
+                (200, self.volumes[name])
+                if name in self.volumes
+                else (404, {"message": f"get {name}: no such volume"})
             )
         if path == "/build":
             self.bodies["build"] = (query, raw)

@@ -8,6 +8,8 @@ import socket
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import DockerApi
 from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Refusal
+from ansible_collections.sparkfleet.serving.plugins.module_utils.nfs import volume_options
+from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import TreeError
 
 from node.sparkfleet_node import gate, gid
 from tests.unit.node.conftest import INSTALL, TreeHost, add_gid, launch_of
@@ -96,6 +98,36 @@ def test_a_missing_mount_or_image_is_refused(node: TreeHost, api: DockerApi, doc
     docker.images.clear()
     failing = names_that_fail(node, api)
     assert "/engram" in failing["files"] and "not on this node" in failing["image"]
+
+
+@pytest.mark.field("B57")
+def test_a_volume_that_is_absent_or_whose_server_is_dead_is_refused_before_docker_touches_it(
+    node: TreeHost, api: DockerApi, docker: FakeDocker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launch = launch_of(0)
+    mount = next(one for one in launch["container"]["mounts"] if one["target"] == "/engram")
+    mount["source"] = "sparkfleet-engram-0123"
+
+    def refused() -> str:
+        rows = {row["check"]: row for row in gate.every(node, api, launch)}
+        assert rows["files"]["ok"]
+        return str(rows["volumes"].get("msg", ""))
+
+    assert "does not exist" in refused()
+    docker.volumes["sparkfleet-engram-0123"] = {"Options": None}
+    assert refused() == "", "a volume of this node needs no server"
+    docker.volumes["sparkfleet-engram-0123"] = {"Options": volume_options("127.0.0.1", "/srv/tables")}
+    asked = []
+    monkeypatch.setattr(gate, "ping", asked.append)
+    assert (refused(), asked) == ("", ["127.0.0.1"])
+
+    def dead(_address: str) -> None:
+        raise TreeError("nobody listens on 127.0.0.1:2049")
+
+    monkeypatch.setattr(gate, "ping", dead)
+    assert "cannot be used: nobody listens on 127.0.0.1:2049" in refused()
+    docker.denied = True
+    assert "cannot be used" in refused()
 
 
 @pytest.mark.field("B84")
