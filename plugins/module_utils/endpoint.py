@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple, Union
 
 from .docker_api import DockerApi, DockerError
 from .host_io import Host, Refusal
@@ -24,6 +24,40 @@ Json = dict[str, Any]
 PROMPT = "Count from one to five in words, separated by commas."
 #: Bytes of log that are searched for the transport: its start, where NCCL reports.
 LOG_BYTES = 16 << 20
+
+
+#: A line of the text format of Prometheus: name, labels, value.
+_SAMPLE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{[^}]*\})? +([-+\d.eE]+)(?: +\d+)?$")
+
+
+class Activity(NamedTuple):
+    """How many requests run, and the counters that move while any does (None for one that is not shown)."""
+
+    running: int
+    counters: tuple[Any, ...]
+
+
+def metric_values(text: str) -> dict[str, float]:
+    """Metrics by name, summed over their labels. Some builds write ``tensorfold:x`` for ``tensorfold_x``, so
+    a colon reads as an underscore."""
+    found: dict[str, float] = {}
+    for line in text.splitlines():
+        match = _SAMPLE.match(line.strip())
+        if match:
+            name = match.group(1).replace(":", "_")
+            try:
+                found[name] = found.get(name, 0.0) + float(match.group(2))
+            except ValueError:
+                continue
+    return found
+
+
+def _activity(names: Mapping[str, Any], values: Mapping[str, Any]) -> Union[Activity, None]:
+    running = values.get(str(names.get("running", "")).replace(":", "_"))
+    counters = tuple(values.get(str(name).replace(":", "_")) for name in names.get("progress", []))
+    if not isinstance(running, (int, float)) or all(value is None for value in counters):
+        return None
+    return Activity(int(running), counters)
 
 
 class Endpoint:
@@ -86,6 +120,27 @@ class Endpoint:
         except OSError:
             return {}
         return answer if status == 200 and isinstance(answer, dict) else {}
+
+    def activity(self, names: Mapping[str, Any]) -> Union[Activity, str]:
+        """What the engine works on, without a request that takes a slot; a sentence where nothing can be
+        known.
+
+        :param names: the profile's ``health``. With an API key the health page hides its counters, and the
+            metrics page, which takes the key, has them under names of its own.
+        :raises OSError: nobody answers.
+        """
+        _status, page = self.request("GET", str(names.get("path", "/health")))
+        found = _activity(names, page if isinstance(page, dict) else {})
+        if found is not None:
+            return found
+        other = names.get("metrics")
+        if not other:
+            return "the health page shows no counters, and the engine profile names no metrics page"
+        status, text = self.request("GET", str(other["path"]))
+        if status in (401, 403):
+            return f"the health page shows no counters, and {other['path']} does not take the key ({status})"
+        found = _activity(other, metric_values(text)) if status == 200 and isinstance(text, str) else None
+        return found or f"neither the health page nor {other['path']} ({status}) shows the counters"
 
     def chat(self, model: str, prompt: str, max_tokens: int, timeout: float) -> str:
         """The text of one greedy completion with thinking off.

@@ -134,6 +134,7 @@ PROFILE_SCHEMA: Json = {
             "properties": {
                 "name": _SOURCED,
                 "gpus": _SOURCED,
+                "runtime": _SOURCED,
                 "network": _SOURCED,
                 "ipc": _SOURCED,
                 "shm_bytes": _SOURCED,
@@ -311,6 +312,16 @@ PROFILE_SCHEMA: Json = {
                 "path": {"type": "string"},
                 "running": {"type": "string"},
                 "progress": {"type": "array", "items": {"type": "string"}},
+                "metrics": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["path", "running", "progress"],
+                    "properties": {
+                        "path": {"type": "string"},
+                        "running": {"type": "string"},
+                        "progress": {"type": "array", "items": {"type": "string"}},
+                    },
+                },
             },
         },
         "memory": {
@@ -780,6 +791,7 @@ def build(profile: Mapping[str, Any], given: LaunchInput) -> Json:
         "env": env,
         "mounts": mounts,
         "gpus": plain.get("gpus", ""),
+        **({"runtime": plain["runtime"]} if plain.get("runtime") else {}),
         "network": plain.get("network", ""),
         "ipc": plain.get("ipc", ""),
         "shm_bytes": plain.get("shm_bytes", 0),
@@ -998,6 +1010,8 @@ def create_body(launch: Mapping[str, Any], gid_index: int | None, devices: Seque
         # json-file whatever the daemon's default is: the agent reads the log back to save it.
         "LogConfig": {"Type": "json-file", "Config": {"max-size": "100m", "max-file": "3"}},
     }
+    if spec.get("runtime"):
+        host["Runtime"] = spec["runtime"]
     if spec["ipc"]:
         host["IpcMode"] = spec["ipc"]
     if spec["shm_bytes"]:
@@ -1036,6 +1050,8 @@ def render(
         lines.append(f"--label {name}={value}")
     if spec["gpus"]:
         lines.append(f"--gpus {spec['gpus']}")
+    if spec.get("runtime"):
+        lines.append(f"--runtime {spec['runtime']}")
     if spec["network"]:
         lines.append(f"--network {spec['network']}")
     if spec["ipc"]:
@@ -1093,7 +1109,8 @@ def annotated(profile: Mapping[str, Any], launches: Sequence[Mapping[str, Any]])
         spec, sources = launch["container"], launch["sources"]
         lines.append(f"-- {launch['node']}: rank {launch['rank']} of {launch['world']}")
         lines.append(line(f"--name {spec['name']}", body["name"]["source"]))
-        for key, flag in (("gpus", "--gpus"), ("network", "--network"), ("ipc", "--ipc")):
+        flags = {"gpus": "--gpus", "runtime": "--runtime", "network": "--network", "ipc": "--ipc"}
+        for key, flag in flags.items():
             if key in body:
                 lines.append(line(f"{flag} {spec[key]}", body[key]["source"]))
         for name, value in sorted((body.get("ulimits") or {}).items()):

@@ -48,6 +48,8 @@ Description=sparkfleet: this node's rank of replica %i
 Documentation=https://github.com/sparkfleet/sparkfleet.serving
 After=network-online.target docker.service {peer} sparkfleet-gpu-clocks.service
 Wants=network-online.target {peer}
+# No target wants a rank, so leaving the desktop (`systemctl isolate multi-user.target`) would stop it.
+IgnoreOnIsolate=yes
 
 [Service]
 Type=notify

@@ -127,3 +127,27 @@ def test_faults(driver: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert printed(capsys, *query) == "611 MHz, 13.02 W\n"
     (driver / "faults/smi-lost").write_text("\n")
     assert printed(capsys, "-L", status=6) == "No devices were found\n"
+
+
+def test_a_gpu_under_load_reads_as_recorded_and_the_lock_caps_it(
+    driver: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (driver / "faults").mkdir()
+    switch = driver / "faults/gpu-load"
+    switch.write_text("\n")
+    fields = "power.draw,temperature.gpu,clocks.sm,utilization.gpu"
+    query = (f"--query-gpu={fields}", "--format=csv,noheader,nounits")
+    rows = [line.split(",") for line in recorded("smi-telemetry-under-load-dense27b.csv")[1:]]
+    mine = printed(capsys, *query).strip().split(", ")
+    for column, value in enumerate(mine, start=1):
+        assert value in {row[column] for row in rows}, fields.split(",")[column - 1]
+    temperature = ("--query-gpu=temperature.gpu,clocks.sm,power.draw,utilization.gpu", "--format=csv,noheader")
+    shape = re.sub(r"\d+", "#", recorded("smi-query-temp-sm-power-util.csv")[0])
+    assert re.sub(r"\d+", "#", printed(capsys, *temperature).strip()) == shape
+    assert "96%      Default" in printed(capsys)
+    printed(capsys, "-lgc", "0,2200")
+    assert printed(capsys, *query).split(", ")[2] == "2184", "a site read 2177 to 2210 under this lock"
+    switch.write_text("2251,63.1\n")
+    assert printed(capsys, *query).strip() == "63.1, 71, 2251, 96"
+    (driver / "faults/low-power").write_text("\n")
+    assert printed(capsys, *query).strip() == "13.02, 50, 611, 96"

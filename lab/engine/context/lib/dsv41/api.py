@@ -286,8 +286,8 @@ class Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         try:
             if path == "/health":
-                allowed = self.server.keys.allow(self.headers.get("Authorization"))
-                self._json(200, self.server.health() if allowed else {"ok": True})
+                # With keys it says no more than that it lives, to those who have one too.
+                self._json(200, {"ok": True} if self.server.keys.required() else self.server.health())
                 return
             if not (path in ("/metrics", "/v1/metrics") and self.server.defaults["metrics_open"]):
                 self._authorize()
