@@ -129,7 +129,7 @@ def clock() -> int:
         return int(loaded[0])
     free = DEFAULT_MHZ if loaded is None else LOADED_MHZ
     cap = load().get("lgc", [0, MAX_MHZ])[1]
-    return min(free, free - -(-(free - cap) // STEP_MHZ) * STEP_MHZ)
+    return int(min(free, free - -(-(free - cap) // STEP_MHZ) * STEP_MHZ))
 
 
 def values() -> dict[str, str]:

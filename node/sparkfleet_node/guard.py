@@ -7,7 +7,7 @@ process table.
 
 Files: ``/etc/sparkfleet/guard.json`` (settings), ``/run/sparkfleet/<replica>/guard.json`` (what it thinks
 now; the peer service hands it to the other nodes), ``/run/sparkfleet/guard.prom`` (metrics),
-``/var/lib/sparkfleet/guard/`` (records).
+the folder of records (``records_dir`` of the settings).
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import ctypes
-import http.client
 import json
 import logging
 import os
@@ -31,12 +30,14 @@ from typing import Any
 
 from ansible_collections.sparkfleet.serving.plugins.module_utils import peer_wire
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import DockerApi, DockerError
+from ansible_collections.sparkfleet.serving.plugins.module_utils.endpoint import Activity
 from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Host, Refusal, meminfo
 from ansible_collections.sparkfleet.serving.plugins.module_utils.memory_guard import (
     GIB,
     KILL,
     NONE,
     RECORD,
+    RECORDS,
     ApiView,
     Decision,
     History,
@@ -48,8 +49,10 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.memory_guard im
     memory_verdict,
     policies,
     prometheus,
+    records_dir,
     restart_due,
 )
+from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_report import local_endpoint
 from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_state import (
     REPLICAS,
     container_view,
@@ -65,7 +68,6 @@ HELP = "stop the rank of this node before memory runs out (for systemd)"
 
 CONFIG = "/etc/sparkfleet/guard.json"
 RUN = "/run/sparkfleet"
-RECORDS = "/var/lib/sparkfleet/guard"
 METRICS = f"{RUN}/guard.prom"
 
 #: Seconds between looks at Docker, at the peers, at the health page, and between two writings of the state.
@@ -124,12 +126,14 @@ class Watch:
         self.refused: dict[int, str] = {}
         self.api = ApiView()
         self.counters: tuple[Any, ...] | None = None
+        self.unjudged = ""
         self.terminated_at: float | None = None
         self.killed = False
         self.cause = ""
         self.reason = ""
         self.trips: list[float] = []
         self.restarts: list[float] = []
+        self.restart_note = ""
         self.ended_at: float | None = None
         self.memory_back = True
         self.memory_note = ""
@@ -146,22 +150,23 @@ class Watch:
         self.history.restart()
         self.peers = {int(p["rank"]): PeerView(str(p["name"])) for p in self.launch.get("peers", [])}
         self.refused = {}
-        self.api, self.counters = ApiView(), None
+        self.api, self.counters, self.unjudged = ApiView(), None, ""
         self.terminated_at, self.killed = None, False
-        self.cause = self.reason = self.memory_note = ""
+        self.cause = self.reason = self.memory_note = self.restart_note = ""
         self.memory_said, self.recorded, self.ended_at = False, frozenset(), None
         self.container = container
         self.process = process
 
 
-def load_policies(host: Host) -> Callable[[str], Policy]:
-    """From the configuration: the policy of a replica by its name. Raises ``PolicyError``."""
+def load_settings(host: Host) -> tuple[Callable[[str], Policy], str]:
+    """From the configuration: the policy of a replica by its name, and where records go. Raises
+    ``PolicyError``."""
     try:
         config = read_json(host, CONFIG) or {}
     except Refusal as refusal:
         raise PolicyError(refusal.message) from refusal
     base, made = policies(config)
-    return lambda name: made.get(name, base)
+    return (lambda name: made.get(name, base)), records_dir(config)
 
 
 class Guard:
@@ -173,12 +178,14 @@ class Guard:
         docker: DockerApi,
         policy_of: Callable[[str], Policy],
         *,
+        records: str = RECORDS,
         ask: Callable[..., Json] = peer_wire.ask,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.host = host
         self.docker = docker
         self.policy_of = policy_of
+        self.records = records
         self.ask = ask
         self.clock = clock
         self.watches: dict[str, Watch] = {}
@@ -316,24 +323,27 @@ class Guard:
                 return
 
     def look_at_api(self) -> None:
-        """Read the head's health page; the time of the last movement of any counter is what counts."""
+        """Read the head's counters; the time of the last movement of any of them is what counts."""
         for watch in list(self.watches.values()):
             port = (watch.launch.get("ports") or {}).get("api")
             health = watch.launch.get("health") or {}
             if not watch.running or not port or not health.get("path"):
                 continue
-            page = fetch_json(int(port), str(health["path"]))
-            if page is None:  # nobody answers: what was known stays, and its clock runs on
+            try:
+                seen = local_endpoint(self.host, watch.launch, ASK_S).activity(health)
+            except (OSError, ValueError):  # nobody answers: what was known stays, and its clock runs on
                 continue
-            running = page.get(str(health.get("running", "")))
-            counters = tuple(page.get(str(name)) for name in health.get("progress", []))
-            if not isinstance(running, int) or all(value is None for value in counters):
-                watch.api = ApiView()
+            if not isinstance(seen, Activity):
+                if seen != watch.unjudged:
+                    LOG.warning("guard: %s: a stall cannot be seen: %s", watch.replica, seen)
+                watch.api, watch.unjudged = ApiView(), seen
                 continue
+            watch.unjudged = ""
             # A page without running requests is progress too: a stall begins with a request.
-            moved = counters != watch.counters or running == 0
-            watch.counters = counters
-            watch.api = ApiView(running, self.clock() if moved else (watch.api.progress_at or self.clock()))
+            moved = seen.counters != watch.counters or seen.running == 0
+            watch.counters = seen.counters
+            since = self.clock() if moved else (watch.api.progress_at or self.clock())
+            watch.api = ApiView(seen.running, since)
 
     # -- deciding: the loop
     # --------------------------------------------------------------------------------------
@@ -465,7 +475,10 @@ class Guard:
                 LOG.error("guard: %s: memory has not come back: %s", watch.replica, watch.memory_note)
         if not watch.trips or watch.trips[-1] < watch.ended_at - watch.policy.restart_window_s:
             return
-        due, _why = restart_due(
+        # A rank that somebody stopped on purpose, or started again, is not restarted.
+        if not watch.cause:
+            return
+        due, why = restart_due(
             watch.policy,
             now,
             watch.trips,
@@ -473,12 +486,17 @@ class Guard:
             memory_back=watch.memory_back,
             restarts=watch.restarts,
         )
-        # A rank that somebody stopped on purpose, or started again, is not restarted.
-        if due and watch.cause:
-            watch.cause = ""
-            watch.restarts.append(now)
-            LOG.warning("guard: %s: restart %d after: %s", watch.replica, len(watch.restarts), watch.reason)
-            self._spawn(self.start_rank, watch)
+        if not due:
+            # The seconds left change with every sample; what is said is said once.
+            if why.split()[0] != watch.restart_note.partition(" ")[0]:
+                LOG.warning("guard: %s: not started again: %s", watch.replica, why)
+            watch.restart_note = why
+            return
+        watch.cause = ""
+        watch.restarts.append(now)
+        watch.restart_note = why
+        LOG.warning("guard: %s: %s after: %s", watch.replica, why, watch.reason)
+        self._spawn(self.start_rank, watch)
 
     # -- acting: slow things again
     # -------------------------------------------------------------------------------
@@ -548,10 +566,10 @@ class Guard:
         )
         stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(wall))
         try:
-            self.host.write(f"{RECORDS}/{watch.replica}-{stamp}-{decision.cause}.json", text + "\n")
-            mine = [name for name in self.host.listdir(RECORDS) if name.startswith(f"{watch.replica}-")]
+            self.host.write(f"{self.records}/{watch.replica}-{stamp}-{decision.cause}.json", text + "\n")
+            mine = [name for name in self.host.listdir(self.records) if name.startswith(f"{watch.replica}-")]
             for name in mine[:-KEEP]:
-                self.host.remove(f"{RECORDS}/{name}")
+                self.host.remove(f"{self.records}/{name}")
         except OSError as error:
             LOG.warning("guard: %s: no record: %s", watch.replica, error)
 
@@ -587,6 +605,8 @@ class Guard:
             "cause": watch.cause,
             "reason": watch.reason,
             "memory": watch.memory_note,
+            "restart": watch.restart_note,
+            "unjudged": watch.unjudged,
             "silent": silent,
             "refused": sorted(watch.refused.values()),
             "since": round(self.started, 1),
@@ -640,19 +660,6 @@ class Guard:
         return f"{gib(self.available)} GiB available; {', '.join(words) or 'no replica here'}"
 
 
-def fetch_json(port: int, path: str) -> Json | None:
-    """A JSON page of this node's server; None when nobody answers or it is something else."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=ASK_S)
-    try:
-        connection.request("GET", path)
-        page = json.loads(connection.getresponse().read(1 << 20))
-    except (OSError, ValueError, http.client.HTTPException):
-        return None
-    finally:
-        connection.close()
-    return page if isinstance(page, dict) else None
-
-
 def lock_memory() -> bool:
     """Keep the guard's own pages in memory. Only where nothing limits it: under a limit, the lock on later
     pages would make the guard's own allocations fail."""
@@ -669,14 +676,14 @@ def main(args: argparse.Namespace) -> int:
     """Guard until SIGTERM. Ending the guard stops no rank."""
     host = Host()
     try:
-        policy_of = load_policies(host)
+        policy_of, records = load_settings(host)
     except PolicyError as error:
         sys.stderr.write(f"guard: {CONFIG}: {error}\n")
         return EXIT_CONFIG
     if args.check:
         sys.stdout.write(json.dumps(asdict(policy_of("")), indent=1) + "\n")
         return 0
-    guard = Guard(host, DockerApi(timeout=10.0), policy_of)
+    guard = Guard(host, DockerApi(timeout=10.0), policy_of, records=records)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: guard.stop.set())
     # Threads share one small stack size: eight megabytes each would be locked memory for nothing.

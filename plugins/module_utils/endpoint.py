@@ -12,7 +12,7 @@ import json
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from .docker_api import DockerApi, DockerError
 from .host_io import Host, Refusal
@@ -52,7 +52,7 @@ def metric_values(text: str) -> dict[str, float]:
     return found
 
 
-def _activity(names: Mapping[str, Any], values: Mapping[str, Any]) -> Union[Activity, None]:
+def _activity(names: Mapping[str, Any], values: Mapping[str, Any]) -> Activity | None:
     running = values.get(str(names.get("running", "")).replace(":", "_"))
     counters = tuple(values.get(str(name).replace(":", "_")) for name in names.get("progress", []))
     if not isinstance(running, (int, float)) or all(value is None for value in counters):
@@ -121,7 +121,7 @@ class Endpoint:
             return {}
         return answer if status == 200 and isinstance(answer, dict) else {}
 
-    def activity(self, names: Mapping[str, Any]) -> Union[Activity, str]:
+    def activity(self, names: Mapping[str, Any]) -> Activity | str:
         """What the engine works on, without a request that takes a slot; a sentence where nothing can be
         known.
 

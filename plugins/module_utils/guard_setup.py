@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .host_io import Host, Refusal, meminfo, text_diff, unit_state
-from .memory_guard import KILLER_UNITS, Killer, PolicyError, judge_killer, policies
+from .memory_guard import (
+    DROP_IN_HEAD,
+    KILLER_UNITS,
+    RECORDS,
+    Killer,
+    PolicyError,
+    drop_in,
+    judge_killer,
+    policies,
+    records_dir,
+)
 
 UNIT = "sparkfleet-guard.service"
 UNIT_PATH = f"/etc/systemd/system/{UNIT}"
@@ -38,11 +49,11 @@ Nice=-10
 LimitMEMLOCK=infinity
 RuntimeDirectory=sparkfleet
 RuntimeDirectoryPreserve=yes
-StateDirectory=sparkfleet
 NoNewPrivileges=yes
 PrivateTmp=yes
-ProtectHome=yes
+ProtectHome=read-only
 ProtectSystem=full
+ReadWritePaths=-{records}
 RestrictAddressFamilies=AF_UNIX AF_INET
 
 [Install]
@@ -50,7 +61,13 @@ WantedBy=multi-user.target
 """
 
 
-def find_killers(host: Host, redline_gib: float) -> list[Killer]:
+#: Killers that a drop-in can adjust.
+ADJUSTED = ("earlyoom.service", "systemd-oomd.service")
+#: Units above the ranks for which systemd-oomd may have been told to kill.
+OOMD_UNITS = ("-.slice", "system.slice", "docker.service")
+
+
+def find_killers(host: Host, redline_gib: float, floor_gib: float = 2.0) -> list[Killer]:
     """Active programs that end processes for memory, each judged against the redline."""
     total = meminfo(host.read("/proc/meminfo") or "").get("MemTotal", 0)
     found = []
@@ -58,11 +75,16 @@ def find_killers(host: Host, redline_gib: float) -> list[Killer]:
         unit = unit_state(host, name)
         if unit.active not in ("active", "activating"):
             continue
-        arguments = (host.read(f"/proc/{unit.main_pid}/cmdline") or "").replace("\0", " ")
+        command = host.read(f"/proc/{unit.main_pid}/cmdline") or ""
         managed = _managed(host) if name == "systemd-oomd.service" else []
         found.append(
             judge_killer(
-                name, arguments=arguments, total_bytes=total, redline_gib=redline_gib, managed=managed
+                name,
+                argv=command.rstrip("\0").split("\0") if command else (),
+                total_bytes=total,
+                redline_gib=redline_gib,
+                floor_gib=floor_gib,
+                managed=managed,
             )
         )
     return found
@@ -71,17 +93,21 @@ def find_killers(host: Host, redline_gib: float) -> list[Killer]:
 def _managed(host: Host) -> list[str]:
     """Of the units above the ranks, those in which systemd-oomd may kill."""
     units = []
-    for name in ("-.slice", "system.slice", "docker.service"):
+    for name in OOMD_UNITS:
         answer = host.run(["systemctl", "show", "-p", "ManagedOOMSwap,ManagedOOMMemoryPressure", "--", name])
         if "=kill" in answer.out:
             units.append(name)
     return units
 
 
-def config_text(defaults: Mapping[str, Any], replicas: Mapping[str, Mapping[str, Any]]) -> str:
+def config_text(
+    defaults: Mapping[str, Any], replicas: Mapping[str, Mapping[str, Any]], records: str = RECORDS
+) -> str:
     """The settings file. Raises Refusal for what the guard could not work with."""
+    config = {"defaults": defaults, "records_dir": records, "replicas": replicas}
     try:
-        policies({"defaults": defaults, "replicas": replicas})
+        policies(config)
+        records_dir(config)
     except PolicyError as error:
         raise Refusal(
             "the guard's settings do not make sense",
@@ -89,7 +115,7 @@ def config_text(defaults: Mapping[str, Any], replicas: Mapping[str, Mapping[str,
             "settings as in the role's README",
             "correct guard_*",
         ) from error
-    return json.dumps({"defaults": defaults, "replicas": replicas}, indent=2, sort_keys=True) + "\n"
+    return json.dumps(config, indent=2, sort_keys=True) + "\n"
 
 
 def ensure(
@@ -101,41 +127,72 @@ def ensure(
     replicas: Mapping[str, Mapping[str, Any]],
     killers: str,
     check: bool,
+    records: str = RECORDS,
 ) -> dict[str, Any]:
     """Make the guard run with these settings, or be gone. Returns changed, diff, warnings and `guard`."""
-    texts: dict[str, str | None] = {UNIT_PATH: None, CONFIG_PATH: None}
+    own: dict[str, str | None] = {UNIT_PATH: None, CONFIG_PATH: None}
     warnings: list[str] = []
     found: list[Killer] = []
     disable: list[str] = []
+    # Drop-ins of an earlier run stay while the policy is to have no conflict.
+    drop_ins: dict[str, str | None] = {}
+    if not present or killers in ("report", "disable"):
+        drop_ins = dict.fromkeys(_drop_ins(host))
     if present:
-        texts = {UNIT_PATH: UNIT_TEXT.format(agent=agent), CONFIG_PATH: config_text(defaults, replicas)}
+        config = config_text(defaults, replicas, records)
+        own = {UNIT_PATH: UNIT_TEXT.format(agent=agent, records=records.rstrip("/")), CONFIG_PATH: config}
         # The gentlest redline of the node is the one that another killer must not come before.
         base, special = policies({"defaults": defaults, "replicas": replicas})
-        found = find_killers(host, min(policy.redline_gib for policy in (base, *special.values())))
-        disable, warnings = _judge(found, killers)
+        lowest = min((base, *special.values()), key=lambda policy: policy.redline_gib)
+        found = find_killers(host, lowest.redline_gib, lowest.hard_gib or lowest.redline_gib / 2)
+        disable, adjusted, warnings = _judge(found, killers)
+        drop_ins.update(adjusted)
+    texts = {**own, **drop_ins}
     unit = unit_state(host, UNIT)
-    diff = [text_diff(path, host.read(path), text) for path, text in texts.items() if host.read(path) != text]
+    differ = [path for path, text in texts.items() if host.read(path) != text]
+    diff = [text_diff(path, host.read(path), texts[path]) for path in differ]
+    # A killer takes what its drop-in says when it starts.
+    again = [killer.unit for killer in found if killer.conflict] if killers == "adjust" else []
+    if any(path in differ and text is None for path, text in drop_ins.items()):
+        again = [
+            name for name in ADJUSTED if name not in disable and unit_state(host, name).active == "active"
+        ]
+    new_folder = present and not host.exists(records)
+    if new_folder:
+        diff.append(text_diff(records, None, "a folder\n"))
     wrong = present and (unit.enabled != "enabled" or unit.active != "active")
     left = not present and (unit.active == "active" or unit.enabled == "enabled")
-    restart = present and (bool(diff) or unit.active != "active")
+    restart = present and (unit.active != "active" or any(path in differ for path in own))
     if wrong or left or restart:
         state = f"{unit.enabled or 'absent'}, {unit.active}\n"
         diff.append(text_diff(f"unit {UNIT}", state, "enabled, active\n" if present else "absent\n"))
     diff += [text_diff(f"unit {name}", "active\n", "disabled\n") for name in disable]
+    diff += [text_diff(f"unit {name}", "active\n", "restarted\n") for name in again]
     if diff and not check:
         for name in disable:
             _do(host, ["systemctl", "disable", "--now", name])
         if left:
             _do(host, ["systemctl", "disable", "--now", UNIT])
-        for path, text in texts.items():
+        if new_folder:
+            host.path(records).mkdir(mode=0o755, parents=True, exist_ok=True)
+        for path in differ:
+            text = texts[path]
             if text is None:
                 host.remove(path)
-            elif host.read(path) != text:
+                if path in drop_ins:
+                    _remove_empty(host, path.rpartition("/")[0])
+            else:
                 host.write(path, text)
         _do(host, ["systemctl", "daemon-reload"])
+        for name in again:
+            _do(host, ["systemctl", "try-restart", name])
+        if killers == "adjust" and again:
+            found = find_killers(host, lowest.redline_gib)
+            _judge(found, "refuse")
         if present:
             _do(host, ["systemctl", "enable", UNIT])
-            _do(host, ["systemctl", "restart", UNIT])
+            if restart:
+                _do(host, ["systemctl", "restart", UNIT])
             unit = unit_state(host, UNIT)
             if unit.active != "active":
                 raise Refusal("the guard does not run", unit.active, "active", f"`journalctl -u {UNIT}`")
@@ -151,19 +208,35 @@ def ensure(
     }
 
 
-def _judge(found: Sequence[Killer], policy: str) -> tuple[list[str], list[str]]:
-    """Units to disable and warnings; raises Refusal where the policy is to refuse."""
+def _drop_ins(host: Host) -> list[str]:
+    """Drop-ins that an earlier run wrote beside another killer's unit."""
+    paths = [drop_in(name) for name in ("earlyoom.service", *OOMD_UNITS)]
+    return [path for path in paths if (host.read(path) or "").startswith(DROP_IN_HEAD)]
+
+
+def _remove_empty(host: Host, folder: str) -> None:
+    with contextlib.suppress(OSError):  # somebody else's drop-in is in it
+        host.path(folder).rmdir()
+
+
+def _judge(found: Sequence[Killer], policy: str) -> tuple[list[str], dict[str, str], list[str]]:
+    """Units to disable, drop-ins to write, and warnings; raises Refusal where the policy is to refuse."""
     conflicts = [killer for killer in found if killer.conflict]
     if policy == "disable":
-        return [killer.unit for killer in conflicts], []
-    if conflicts and policy == "refuse":
+        return [killer.unit for killer in conflicts], {}, []
+    refused = [k for k in conflicts if policy == "refuse" or (policy == "adjust" and not k.remedy)]
+    if refused:
         raise Refusal(
             "another program on this node ends processes for memory, by other rules than the guard",
-            "; ".join(f"{killer.unit} {killer.conflict}" for killer in conflicts),
+            "; ".join(f"{killer.unit} {killer.conflict}" for killer in refused),
             "one that decides, or a floor under the redline (earlyoom -m 2,1)",
-            "set guard_killers: disable, or report to accept both, or configure the other program",
+            "set guard_killers: "
+            + ("adjust (a drop-in lowers its floor), " if all(k.remedy for k in refused) else "")
+            + "disable (stops its unit), or report (accepts both), or configure the other program",
         )
-    return [], [f"{killer.unit} {killer.conflict}" for killer in conflicts]
+    if policy == "adjust":
+        return [], {path: text for killer in conflicts for path, text in killer.remedy.items()}, []
+    return [], {}, [f"{killer.unit} {killer.conflict}" for killer in conflicts]
 
 
 def _do(host: Host, argv: Sequence[str]) -> None:

@@ -30,11 +30,13 @@ HOLDERS = 10
 
 
 class Holder(NamedTuple):
-    """Resident memory of all processes with one name."""
+    """Resident memory of all processes with one name, and what the driver says that they hold of the GPU's,
+    which is the same memory on a GB10 and in no resident size."""
 
     name: str
     processes: int
     rss_mib: int
+    gpu_mib: int = 0
 
 
 def default_target(host: Host) -> str:
@@ -47,8 +49,8 @@ def default_target(host: Host) -> str:
 
 
 def holders(host: Host, limit: int = HOLDERS) -> list[Holder]:
-    """Who holds memory, largest first, by process name. Weights of a GPU program are not in its resident
-    size."""
+    """Who holds memory, largest first, by process name."""
+    gpu = gpu_memory(host)
     sums: dict[str, list[int]] = {}
     for pid in host.listdir("/proc"):
         if not pid.isdigit():
@@ -57,11 +59,26 @@ def holders(host: Host, limit: int = HOLDERS) -> list[Holder]:
         name = re.search(r"^Name:\s*(.+)$", text, re.M)
         rss = re.search(r"^VmRSS:\s*(\d+) kB", text, re.M)
         if name and rss:
-            entry = sums.setdefault(name.group(1), [0, 0])
+            entry = sums.setdefault(name.group(1), [0, 0, 0])
             entry[0] += 1
             entry[1] += int(rss.group(1))
-    found = [Holder(name, count, kib // 1024) for name, (count, kib) in sums.items()]
-    return sorted(found, key=lambda holder: (-holder.rss_mib, holder.name))[:limit]
+            entry[2] += gpu.get(int(pid), 0)
+    found = [Holder(name, count, kib // 1024, mib) for name, (count, kib, mib) in sums.items()]
+    return sorted(found, key=lambda holder: (-holder.rss_mib - holder.gpu_mib, holder.name))[:limit]
+
+
+def gpu_memory(host: Host) -> dict[int, int]:
+    """MiB of GPU memory by pid; empty without a driver that tells. GB10 gives it by process, not in all."""
+    tool = host.which("nvidia-smi")
+    if tool is None:
+        return {}
+    answer = host.run([tool, "--query-compute-apps=pid,used_memory", "--format=csv,noheader,nounits"])
+    rows = [line.split(",") for line in answer.out.splitlines()] if answer.ok else []
+    return {
+        int(row[0]): int(row[1])
+        for row in rows
+        if len(row) == 2 and row[0].isdigit() and row[1].strip().isdigit()
+    }
 
 
 def available(host: Host) -> int | None:

@@ -19,6 +19,9 @@ GIB = 1 << 30
 #: Actions. `none` goes on; `terminate` and `kill` are for the local rank; `record` only writes down.
 NONE, RECORD, TERMINATE, KILL = "none", "record", "terminate", "kill"
 
+#: Where records go unless the settings say otherwise.
+RECORDS = "/var/lib/sparkfleet/guard"
+
 #: Samples kept in memory: ten minutes at two a second.
 RING = 1200
 
@@ -124,7 +127,7 @@ def policies(config: Mapping[str, Any]) -> tuple[Policy, dict[str, Policy]]:
 
     Raises PolicyError. The interval is the node's: one loop samples for all.
     """
-    unknown = sorted(set(config) - {"defaults", "replicas"})
+    unknown = sorted(set(config) - {"defaults", "replicas", "records_dir"})
     if unknown:
         raise PolicyError(f"unknown sections: {', '.join(unknown)}")
     defaults = config.get("defaults") or {}
@@ -134,6 +137,14 @@ def policies(config: Mapping[str, Any]) -> tuple[Policy, dict[str, Policy]]:
             raise PolicyError(f"{name}: interval_s is one for the whole node")
         made[name] = Policy.from_mapping({**defaults, **values})
     return Policy.from_mapping(defaults), made
+
+
+def records_dir(config: Mapping[str, Any]) -> str:
+    """Where records go. Raises PolicyError for what is no absolute path of one line."""
+    path = config.get("records_dir", RECORDS)
+    if not isinstance(path, str) or not re.fullmatch(r"/[^\s%\"'\\]+", path):
+        raise PolicyError(f"records_dir: {path!r} is not an absolute path without spaces and quotes")
+    return path.rstrip("/") or "/"
 
 
 @dataclass
@@ -174,8 +185,8 @@ class PeerView:
 
 @dataclass(frozen=True)
 class ApiView:
-    """What the head's health page says. `running` is None when the page does not tell (an API key hides it,
-    or nobody answers); `progress_at` is when any counter last moved."""
+    """What the head's counters say. `running` is None when no page tells; `progress_at` is when any counter
+    last moved."""
 
     running: int | None = None
     progress_at: float | None = None
@@ -320,6 +331,8 @@ class Killer:
     unit: str
     floor_gib: float | None
     conflict: str = ""
+    #: What `adjust` would write, by path; empty where nothing is known that could be set.
+    remedy: Mapping[str, str] = field(default_factory=dict)
 
 
 #: Units that are known to end processes for memory. dgx-anti-oom kills engines every few minutes (field B41).
@@ -335,39 +348,76 @@ KILLER_UNITS = (
 
 def earlyoom_floor(arguments: str, total_bytes: int) -> float:
     """GiB of MemAvailable at which earlyoom sends SIGTERM. It also waits for swap to be under its own limit;
-    on a node without swap that is always so. `-m 10` percent is its default; `-M` is in KiB and the larger of
-    both counts not: the option given wins."""
-    kib = re.search(r"(?:^|\s)-M[\s=]*(\d+)", arguments)
-    if kib:
-        return int(kib.group(1)) * 1024 / GIB
-    percent = re.search(r"(?:^|\s)-m[\s=]*(\d+)", arguments)
-    return total_bytes * (int(percent.group(1)) if percent else 10) / 100 / GIB
+    on a node without swap that is always so. `-m 10` percent is its default, `-M` is in KiB; with both the lower
+    one counts, and of one given twice the last."""
+    kib = re.findall(r"(?:^|\s)-M[\s=]*(\d+)", arguments)
+    percent = re.findall(r"(?:^|\s)-m[\s=]*(\d+)", arguments)
+    floors = [int(kib[-1]) * 1024 / GIB] if kib else []
+    if percent or not kib:
+        floors.append(total_bytes * (int(percent[-1]) if percent else 10) / 100 / GIB)
+    return min(floors)
+
+
+#: Name of the drop-ins that `adjust` writes beside another killer's unit. Its own files stay as they are.
+DROP_IN = "50-sparkfleet.conf"
+DROP_IN_HEAD = "# Written by sparkfleet.serving (guard_killers: adjust); removed with guard_state: absent.\n"
+
+
+def drop_in(unit: str) -> str:
+    return f"/etc/systemd/system/{unit}.d/{DROP_IN}"
+
+
+def _quoted(word: str) -> str:
+    """A word of a command line as systemd reads it back."""
+    escaped = word.replace("\\", "\\\\").replace('"', '\\"').replace("%", "%%").replace("$", "$$")
+    return f'"{escaped}"'
+
+
+def earlyoom_drop_in(argv: Sequence[str], floor_gib: float) -> str:
+    """Start earlyoom as it is, with a floor of `floor_gib` and SIGKILL at half of it. The lower of `-m` and
+    `-M` counts, so a `-M` at the end is enough."""
+    words = list(argv)
+    while "-M" in words:
+        at = words.index("-M")
+        del words[at : at + 2]
+    kib = int(floor_gib * GIB / 1024)
+    command = " ".join(_quoted(word) for word in [*words, "-M", f"{kib},{kib // 2}"])
+    return f"{DROP_IN_HEAD}[Service]\nExecStart=\nExecStart={command}\n"
 
 
 def judge_killer(
     unit: str,
     *,
-    arguments: str = "",
+    argv: Sequence[str] = (),
     total_bytes: int = 0,
     redline_gib: float = 4.0,
+    floor_gib: float = 2.0,
     managed: Sequence[str] = (),
 ) -> Killer:
     """What an active killer means for a guard with this redline.
 
-    :param arguments: command line of earlyoom.
+    :param argv: command line of earlyoom.
+    :param floor_gib: where an adjusted killer may act; under the redline.
     :param managed: slices and services for which systemd-oomd may kill (`ManagedOOM...=kill`).
     """
     if unit == "earlyoom.service":
-        floor = earlyoom_floor(arguments, total_bytes)
-        conflict = (
-            ""
-            if floor < redline_gib
-            else f"acts at {floor:.1f} GiB, before the redline of {redline_gib:g} GiB"
+        floor = earlyoom_floor(" ".join(argv), total_bytes)
+        if floor < redline_gib:
+            return Killer(unit, floor)
+        remedy = {drop_in(unit): earlyoom_drop_in(argv, floor_gib)} if argv else {}
+        return Killer(
+            unit, floor, f"acts at {floor:.1f} GiB, before the redline of {redline_gib:g} GiB", remedy
         )
-        return Killer(unit, floor, conflict)
     if unit == "systemd-oomd.service":
         risky = [name for name in managed if name in ("-.slice", "system.slice", "docker.service")]
-        return Killer(unit, None, f"may kill in {', '.join(risky)}, where ranks run" if risky else "")
+        if not risky:
+            return Killer(unit, None)
+        off = "ManagedOOMSwap=auto\nManagedOOMMemoryPressure=auto\n"
+        remedy = {
+            drop_in(name): f"{DROP_IN_HEAD}[{'Slice' if name.endswith('.slice') else 'Service'}]\n{off}"
+            for name in risky
+        }
+        return Killer(unit, None, f"may kill in {', '.join(risky)}, where ranks run", remedy)
     return Killer(unit, None, "ends processes by rules of its own")
 
 

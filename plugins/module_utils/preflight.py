@@ -494,7 +494,7 @@ def _killers(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
                     node,
                     f"{row['unit']} is active",
                     "one memory killer only, the guard of this collection",
-                    f"systemctl disable --now {row['unit']}",
+                    f"systemctl disable --now {row['unit']}; or accept it here and let guard_killers decide",
                     warnable=True,
                     level="warn" if mild else "fail",
                 )

@@ -30,12 +30,16 @@ options:
     description: Settings by replica that differ.
     type: dict
     default: {}
+  records:
+    description: Folder of the records with the last samples.
+    type: path
+    default: /var/lib/sparkfleet/guard
   killers:
     description:
-      - What to do about another killer whose rules conflict. V(refuse), V(report) it as a warning, or
-        V(disable) its unit.
+      - What to do about another killer whose rules conflict. V(refuse), V(report) it as a warning,
+        V(adjust) its floor to the hard redline by a drop-in beside its unit, or V(disable) its unit.
     type: str
-    choices: [refuse, report, disable]
+    choices: [refuse, report, adjust, disable]
     default: refuse
 attributes:
   check_mode:
@@ -71,6 +75,7 @@ from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.guard_setup import ensure
 from ..module_utils.host_io import Host, Refusal
+from ..module_utils.memory_guard import RECORDS
 
 
 def main() -> None:
@@ -80,7 +85,12 @@ def main() -> None:
             "agent": {"type": "str"},
             "defaults": {"type": "dict", "default": {}},
             "replicas": {"type": "dict", "default": {}},
-            "killers": {"type": "str", "choices": ["refuse", "report", "disable"], "default": "refuse"},
+            "records": {"type": "path", "default": RECORDS},
+            "killers": {
+                "type": "str",
+                "choices": ["refuse", "report", "adjust", "disable"],
+                "default": "refuse",
+            },
         },
         required_if=[("state", "present", ("agent",))],
         supports_check_mode=True,
@@ -94,6 +104,7 @@ def main() -> None:
             defaults=params["defaults"],
             replicas=params["replicas"],
             killers=params["killers"],
+            records=params["records"],
             check=module.check_mode,
         )
     except Refusal as refusal:

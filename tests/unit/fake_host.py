@@ -40,6 +40,7 @@ class FakeHost(Host):
         self.sm_idle = 2418
         self.load = 0
         self.power = 12.6
+        self.apps = ""
         self.sm_override: int | None = None
         self.runs = 0
         for folder in ("etc/systemd/system", "etc/docker", "etc/sysctl.d", "proc/sys/fs", "var/lib"):
@@ -73,7 +74,7 @@ class FakeHost(Host):
             for call in self.calls
             if not (call[0] == "systemctl" and call[1] in reads)
             and call[0] not in {"journalctl", "dpkg-query"}
-            and not any(word.startswith("--query-gpu") for word in call)
+            and not any(word.startswith("--query-") for word in call)
         ]
 
     # -- GPU ----------------------------------------------------------------------------------------------
@@ -103,6 +104,8 @@ class FakeHost(Host):
             }
             names = args[0].split("=", 1)[1].split(",")
             return Answer(0, ", ".join(values.get(name, "[N/A]") for name in names) + "\n", "")
+        if args[0].startswith("--query-compute-apps="):
+            return Answer(0, self.apps, "")
         raise AssertionError(f"a GB10 does not do {args}")
 
     # -- systemd ------------------------------------------------------------------------------------------

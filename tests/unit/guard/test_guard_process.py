@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import yaml
 from ansible_collections.sparkfleet.serving.plugins.module_utils import peer_wire
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import DockerUnreachable
 from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Answer, Host
@@ -23,6 +24,7 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.memory_guard im
 from node.sparkfleet_node import guard as node_guard
 from node.sparkfleet_node.guard import Guard
 
+ROOT = Path(__file__).parents[3]
 INSTALL = "install-1"
 IGNORE_TERM = "import signal,time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
 OBEY = "import time; print('up', flush=True); time.sleep(60)"
@@ -315,7 +317,9 @@ def test_a_worker_that_was_sent_home_learns_why(node: Node, docker: Docker, peer
     wait_for(lambda: ["systemctl", "start", "--no-block", "sparkfleet-rank@pair-1.service"] in node.commands)
 
 
-def test_restart_is_opt_in_and_waits(node: Node, docker: Docker, peers: Peers, rank: Any) -> None:
+def test_restart_is_opt_in_and_waits(
+    node: Node, docker: Docker, peers: Peers, rank: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     guard = make(node, docker, peers, restarts=1, restart_backoff_s=60)
     process = rank()
     guard.attach()
@@ -332,6 +336,20 @@ def test_restart_is_opt_in_and_waits(node: Node, docker: Docker, peers: Peers, r
     node.now += 500
     samples(guard, node, 110)
     assert len(node.commands) == count, "once a trip"
+    said = [
+        line.split("not started again: ")[1] for line in caplog.text.splitlines() if "not started" in line
+    ]
+    assert [words.split()[0] for words in said] == ["waiting", "memory"], "each reason once"
+    assert guard.state(guard.watches["pair-1"])["restart"] == "restart 1 of 1"
+    process = rank()
+    guard.attach()
+    samples(guard, node, 3, 3)
+    process.wait(5)
+    docker.pid = 0
+    node.now += 500
+    samples(guard, node, 110)
+    assert len(node.commands) == count
+    assert guard.state(guard.watches["pair-1"])["restart"] == "1 restarts in 24 h are the limit"
 
 
 def test_a_stop_on_purpose_is_not_restarted(node: Node, docker: Docker, peers: Peers, rank: Any) -> None:
@@ -432,26 +450,115 @@ def test_stall(node: Node, docker: Docker, peers: Peers, rank: Any) -> None:
     assert guard.watches["pair-1"].cause == "stall"
 
 
-def test_an_api_key_hides_the_counters_and_then_nothing_is_judged(
-    node: Node, docker: Docker, peers: Peers, rank: Any
-) -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Health)
+class Keyed(http.server.BaseHTTPRequestHandler):
+    """A server with an API key, as TensorFold has it: /health says that it lives, /metrics takes the key."""
+
+    metrics = ""
+    seen: ClassVar[list[tuple[str, str]]] = []
+
+    def do_GET(self) -> None:
+        key = self.headers.get("Authorization", "")
+        type(self).seen.append((self.path, key))
+        status, body = 404, "no such page"
+        if self.path == "/health":
+            status, body = 200, '{"ok": true}'
+        elif self.path == "/metrics" and self.metrics:
+            status, body = (200, self.metrics) if key == "Bearer a-long-secret" else (401, "a key")
+        self.send_response(status)
+        self.end_headers()
+        self.wfile.write(body.encode())
+
+    def log_message(self, *_args: Any) -> None:
+        """Quiet."""
+
+
+def page(running: int, rounds: int) -> str:
+    return (
+        "# TYPE tensorfold_requests_inflight gauge\n"
+        f'tensorfold_requests_inflight{{model="m"}} {running}\n'
+        f'tensorfold_decode_rounds_total{{model="m"}} {rounds}\n'
+    )
+
+
+@pytest.fixture
+def keyed(node: Node) -> Iterator[type[Keyed]]:
+    """The head of a replica with an API key; its launch is that of the shipped profile."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Keyed)
     threading.Thread(target=server.serve_forever, daemon=True).start()
-    Health.page = {"status": "ok"}
+    profile = yaml.safe_load((ROOT / "roles/ranks/vars/engines/tensorfold_native.yml").read_text())
     path = "/etc/sparkfleet/replicas/pair-1/launch.json"
     launch = json.loads(node.read(path) or "")
-    launch["ports"]["api"] = server.server_address[1]
+    launch["ports"] = {"api": server.server_address[1], "api_host": "127.0.0.1"}
+    launch["health"], launch["api_key"] = profile["health"], True
+    secret = "/etc/sparkfleet/replicas/pair-1/api-key"
+    launch["container"]["mounts"] = [{"source": secret, "target": "/run/secrets/api-key", "read_only": True}]
     node.write(path, json.dumps(launch))
+    node.write(secret, "a-long-secret\n", 0o600)
+    Keyed.metrics, Keyed.seen = "", []
+    yield Keyed
+    server.shutdown()
+    server.server_close()
+
+
+def test_a_stall_is_seen_through_an_api_key(
+    node: Node,
+    docker: Docker,
+    peers: Peers,
+    rank: Any,
+    *,
+    keyed: type[Keyed],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The health page hides its counters from everybody; the metrics page has them for the key."""
+    guard = make(node, docker, peers, stall_s=100)
+    process = rank()
+    guard.attach()
+    for running, rounds in ((0, 5), (1, 6), (1, 7)):
+        keyed.metrics = page(running, rounds)
+        node.now += 90
+        guard.look_at_api()
+    node.now += 90
+    guard.look_at_api()
+    samples(guard, node, 50)
+    assert process.poll() is None, "a counter moved 90 s ago"
+    node.now += 11
+    guard.look_at_api()
+    samples(guard, node, 50)
+    assert process.wait(5) == -signal.SIGTERM
+    watch = guard.watches["pair-1"]
+    assert (watch.cause, watch.unjudged) == ("stall", "")
+    assert ("/metrics", "Bearer a-long-secret") in keyed.seen
+    guard.write()
+    wait_for(lambda: node.listdir("/var/lib/sparkfleet/guard"))
+    written = [path.read_text() for path in node.root.rglob("*guard*/*.json")]
+    written += [path.read_text() for path in (node.root / "run").rglob("*") if path.is_file()]
+    assert not any("a-long-secret" in text for text in [*written, caplog.text])
+
+
+def test_what_shows_no_counters_is_not_judged_and_says_so(
+    node: Node,
+    docker: Docker,
+    peers: Peers,
+    rank: Any,
+    *,
+    keyed: type[Keyed],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A build without a metrics page, a key that is not taken: no verdict, and status says why."""
     guard = make(node, docker, peers, stall_s=1)
     process = rank()
     guard.attach()
+    for _ in range(3):
+        guard.look_at_api()
+    assert "/metrics (404)" in guard.state(guard.watches["pair-1"])["unjudged"]
+    keyed.metrics = page(1, 1)
+    node.write("/etc/sparkfleet/replicas/pair-1/api-key", "another\n", 0o600)
     guard.look_at_api()
+    assert "does not take the key (401)" in guard.state(guard.watches["pair-1"])["unjudged"]
+    assert caplog.text.count("a stall cannot be seen") == 2, "each reason once"
     node.now += 1000
-    guard.look_at_api()
     samples(guard, node, 50)
     assert process.poll() is None
-    server.shutdown()
-    server.server_close()
 
 
 def test_state_and_metrics_are_written(node: Node, docker: Docker, peers: Peers, rank: Any) -> None:
@@ -469,17 +576,17 @@ def test_state_and_metrics_are_written(node: Node, docker: Docker, peers: Peers,
 
 def test_settings_by_replica(tmp_path: Path) -> None:
     host = Host(str(tmp_path))
-    assert node_guard.load_policies(host)("any") == Policy()
+    assert node_guard.load_settings(host)[0]("any") == Policy()
     host.write(
         node_guard.CONFIG, json.dumps({"defaults": {"redline_gib": 5}, "replicas": {"b": {"silence_s": 9}}})
     )
-    policies = node_guard.load_policies(host)
+    policies, _records = node_guard.load_settings(host)
     assert policies("a").redline_gib == 5 and policies("b").redline_gib == 5 and policies("b").silence_s == 9
     wrong: list[dict[str, Any]] = [{"default": {}}, {"replicas": {"a": {"interval_s": 1}}}]
     for bad in wrong:
         host.write(node_guard.CONFIG, json.dumps(bad))
         with pytest.raises(PolicyError):
-            node_guard.load_policies(host)
+            node_guard.load_settings(host)
 
 
 def test_low_memory_is_said_once_and_shown(

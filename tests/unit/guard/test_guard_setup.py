@@ -99,6 +99,81 @@ def test_earlyoom_is_refused_reported_or_disabled_by_its_floor(host: FakeHost, a
     assert not ensure(host, killers="disable")["changed"]
 
 
+@pytest.mark.field("B41")
+def test_earlyoom_is_adjusted_by_a_drop_in_and_given_back(host: FakeHost) -> None:
+    argv = ["/usr/bin/earlyoom", "-r", "3600", "--avoid", "(^|/)(init|sshd|100%)$"]
+    host.unit("earlyoom.service", ActiveState="active", UnitFileState="enabled", MainPID="77")
+    host.write("/etc/default/earlyoom", 'EARLYOOM_ARGS="-r 3600"\n')
+    host.write("/proc/77/cmdline", "\0".join(argv) + "\0")
+    path = "/etc/systemd/system/earlyoom.service.d/50-sparkfleet.conf"
+
+    def restarted(_words: Any) -> Any:
+        text = host.read(path)
+        mine = [*argv, "-M", "2097152,1048576"] if text else argv
+        host.write("/proc/77/cmdline", "\0".join(mine) + "\0")
+        return guard_setup_answer()
+
+    host.answers[("systemctl", "try-restart", "earlyoom.service")] = restarted
+    predicted = ensure(host, killers="adjust", check=True)
+    assert predicted["changed"] and not host.exists(path)
+    real = ensure(host, killers="adjust")
+    assert [d["after_header"] for d in predicted["diff"]] == [d["after_header"] for d in real["diff"]]
+    assert host.read(path) == (
+        "# Written by sparkfleet.serving (guard_killers: adjust); removed with guard_state: absent.\n"
+        '[Service]\nExecStart=\nExecStart="/usr/bin/earlyoom" "-r" "3600" "--avoid" '
+        '"(^|/)(init|sshd|100%%)$$" "-M" "2097152,1048576"\n'
+    )
+    for policy in ("adjust", "refuse"):
+        assert not ensure(host, killers=policy)["changed"], "it stays adjusted"
+    ensure(host, present=False)
+    assert not host.exists(path) and (host.read("/proc/77/cmdline") or "").split("\0")[:-1] == argv
+    assert host.read("/etc/default/earlyoom") == 'EARLYOOM_ARGS="-r 3600"\n'
+    assert not ensure(host, present=False)["changed"]
+
+
+@pytest.mark.field("B41")
+def test_oomd_loses_the_right_to_kill_above_the_ranks(host: FakeHost) -> None:
+    host.unit("systemd-oomd.service", ActiveState="active", UnitFileState="enabled", MainPID="78")
+    slices = "/etc/systemd/system/system.slice.d"
+    host.write(f"{slices}/10-theirs.conf", "[Slice]\nManagedOOMSwap=kill\n")
+
+    def show(words: Any) -> Any:
+        ours = host.exists(f"{slices}/50-sparkfleet.conf")
+        mode = "kill" if words[-1] == "system.slice" and not ours else "auto"
+        return guard_setup_answer()._replace(out=f"ManagedOOMSwap={mode}\n")
+
+    host.answers[("systemctl", "show", "-p", "ManagedOOMSwap,ManagedOOMMemoryPressure")] = show
+    with pytest.raises(Refusal) as refused:
+        ensure(host)
+    assert "adjust" in refused.value.remedy and "system.slice" in str(refused.value.found)
+    assert ensure(host, killers="adjust")["changed"]
+    assert (host.read(f"{slices}/50-sparkfleet.conf") or "").endswith(
+        "[Slice]\nManagedOOMSwap=auto\nManagedOOMMemoryPressure=auto\n"
+    )
+    assert not ensure(host, killers="adjust")["changed"]
+    ensure(host, killers="report")
+    assert host.listdir(slices) == ["10-theirs.conf"]
+
+
+@pytest.mark.field("B41")
+def test_a_killer_that_nothing_is_known_of_is_not_adjusted(host: FakeHost) -> None:
+    host.unit("dgx-anti-oom.service", ActiveState="active", UnitFileState="enabled", MainPID="79")
+    with pytest.raises(Refusal) as refused:
+        ensure(host, killers="adjust")
+    assert "adjust" not in refused.value.remedy and not host.exists(guard_setup.UNIT_PATH)
+
+
+def test_records_go_where_they_are_wanted(host: FakeHost) -> None:
+    assert ensure(host, records="/srv/data/guard")["changed"]
+    assert host.exists("/srv/data/guard")
+    assert json.loads(host.read(guard_setup.CONFIG_PATH) or "")["records_dir"] == "/srv/data/guard"
+    assert "ReadWritePaths=-/srv/data/guard\n" in (host.read(guard_setup.UNIT_PATH) or "")
+    assert not ensure(host, records="/srv/data/guard")["changed"]
+    for path in ("records", "/with space", "/a\nExecStart=x"):
+        with pytest.raises(Refusal, match="do not make sense"):
+            ensure(host, records=path)
+
+
 def test_the_unit_protects_the_guard_and_limits_nothing() -> None:
     """The text is asserted; its effect is unproven without a machine that runs out of memory."""
     text = guard_setup.UNIT_TEXT

@@ -212,11 +212,14 @@ def test_other_killers_are_compared_with_the_redline() -> None:
     assert earlyoom_floor("-r 3600", total) == pytest.approx(12.17, abs=0.01)
     assert earlyoom_floor("-m 2,1 -s 100", total) == pytest.approx(2.43, abs=0.01)
     assert earlyoom_floor("-M 2097152", total) == pytest.approx(2.0)
+    assert earlyoom_floor("-m 10 -M 2097152", total) == pytest.approx(2.0), "the lower one counts"
+    assert earlyoom_floor("-m 1 -M 2097152", total) == pytest.approx(1.217, abs=0.01)
+    assert earlyoom_floor("-M 8388608 -M 2097152,1048576", total) == pytest.approx(2.0), "the last one"
     assert (
         "before the redline"
-        in judge_killer("earlyoom.service", arguments="-r 60", total_bytes=total).conflict
+        in judge_killer("earlyoom.service", argv=["earlyoom", "-r", "60"], total_bytes=total).conflict
     )
-    assert not judge_killer("earlyoom.service", arguments="-m 2,1", total_bytes=total).conflict
+    assert not judge_killer("earlyoom.service", argv=["earlyoom", "-m", "2,1"], total_bytes=total).conflict
     assert not judge_killer("systemd-oomd.service", managed=["user@1000.service"]).conflict
     assert "system.slice" in judge_killer("systemd-oomd.service", managed=["system.slice"]).conflict
     assert judge_killer("dgx-anti-oom.service").conflict

@@ -55,6 +55,18 @@ def test_holders_are_named_largest_first(host: FakeHost) -> None:
 
 
 @pytest.mark.field("B44")
+def test_memory_of_the_gpu_counts_for_who_holds_it(host: FakeHost) -> None:
+    """A model server of somebody else holds little that is resident, and most of the machine."""
+    host.write("/proc/13/status", "Name:\tollama\nVmRSS:\t40960 kB\n")
+    host.apps = "13, 20480\n99, 5\n12, [N/A]\n"
+    found = ensure(host)["headless"]["holders"]
+    assert [(h["name"], h["rss_mib"], h["gpu_mib"]) for h in found][:2] == [
+        ("ollama", 40, 20480),
+        ("gnome-shell", 683, 0),
+    ]
+
+
+@pytest.mark.field("B44")
 def test_docker_and_ranks_survive_leaving_the_desktop(host: FakeHost) -> None:
     result = ensure(host, now=True)
     assert not result["headless"]["desktop_running"]

@@ -141,7 +141,10 @@ def test_a_gpu_under_load_reads_as_recorded_and_the_lock_caps_it(
     mine = printed(capsys, *query).strip().split(", ")
     for column, value in enumerate(mine, start=1):
         assert value in {row[column] for row in rows}, fields.split(",")[column - 1]
-    temperature = ("--query-gpu=temperature.gpu,clocks.sm,power.draw,utilization.gpu", "--format=csv,noheader")
+    temperature = (
+        "--query-gpu=temperature.gpu,clocks.sm,power.draw,utilization.gpu",
+        "--format=csv,noheader",
+    )
     shape = re.sub(r"\d+", "#", recorded("smi-query-temp-sm-power-util.csv")[0])
     assert re.sub(r"\d+", "#", printed(capsys, *temperature).strip()) == shape
     assert "96%      Default" in printed(capsys)

@@ -405,3 +405,14 @@ def test_an_engine_of_another_shape_is_only_data() -> None:
     assert rank["peers"] == []
     assert not rank["gid"]["wanted"]
     assert "IpcMode" not in L.create_body(rank, None, [])["HostConfig"]
+
+
+def test_a_runtime_that_the_profile_asks_for_reaches_the_container() -> None:
+    profile = copy.deepcopy(PROFILE)
+    assert "runtime" not in both()[0]["container"], "the shipped engine asks for GPUs, not for a runtime"
+    profile["container"]["runtime"] = {"value": "nvidia", "source": "-"}
+    made = [L.build(profile, given_input(rank)) for rank in (0, 1)]
+    for one in made:
+        assert L.create_body(one, 3, [])["HostConfig"]["Runtime"] == "nvidia"
+        assert "--runtime nvidia" in L.render(one)
+    assert "--runtime nvidia" in L.annotated(profile, made)
