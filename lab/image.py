@@ -51,6 +51,8 @@ NODE_PACKAGES = (
         "docker-cli",
         "docker-registry",
     ),
+    # As on DGX OS, and as off as there: NetworkManager is masked, ufw is not enabled; tests switch them on.
+    *("network-manager", "ufw"),
 )
 BASE_PACKAGES = ("python3", "ca-certificates")
 # huggingface_hub as pinned in pyproject.toml: the download runs in a container of the engine image.
