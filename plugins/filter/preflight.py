@@ -18,6 +18,7 @@ def _report(rows: Sequence[Refusal]) -> dict[str, Any]:
         "rows": [item.as_dict() for item in rows],
         "table": core.table(rows),
         "json": core.as_json(rows),
+        "brief": core.brief(rows),
     }
 
 
@@ -29,7 +30,7 @@ def _options(raw: Mapping[str, Any]) -> core.Options:
 
 
 def preflight_inventory(members: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> dict[str, Any]:
-    """{failed, rows, table, json} of the inventory alone, before any node is asked."""
+    """{failed, rows, table, json, brief} of the inventory alone, before any node is asked."""
     chosen = _options(options)
     return _report(core.soften(core.inventory_refusals(list(members), chosen), chosen.warn))
 
@@ -37,7 +38,7 @@ def preflight_inventory(members: Sequence[Mapping[str, Any]], options: Mapping[s
 def preflight_report(
     members: Sequence[Mapping[str, Any]], seen: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """{failed, rows, table, json} of everything. `seen` is {node: {probe?, message?, sudo?}}."""
+    """{failed, rows, table, json, brief} of everything. `seen` is {node: {probe?, message?, sudo?}}."""
     probes = {name: row["probe"] for name, row in seen.items() if row.get("probe")}
     messages = {name: str(row.get("message") or "") for name, row in seen.items()}
     sudo = {name: str(row["sudo"]) for name, row in seen.items() if row.get("sudo")}
@@ -93,7 +94,7 @@ def disk_needs(
 def disk_report(
     members: Sequence[Mapping[str, Any]], seen: Mapping[str, Mapping[str, Any]], options: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """{failed, rows, table, json} of the disks alone: what can only be judged once there is a plan."""
+    """{failed, rows, table, json, brief} of the disks alone: what can only be judged once there is a plan."""
     chosen = _options(options)
     rows = core.disk_refusals(
         list(members), {name: row["probe"] for name, row in seen.items() if row.get("probe")}, chosen

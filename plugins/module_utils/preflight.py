@@ -7,6 +7,7 @@ check id.
 
 from __future__ import annotations
 
+import difflib
 import ipaddress
 import json
 import re
@@ -35,6 +36,70 @@ KHO_REMEDY = (
     "install nvidia-spark-grub-kho (or put kho=off into /etc/default/grub.d and run update-grub) and restart "
     "one node "
     "at a time, or boot 6.17.0-1032-nvidia"
+)
+
+
+#: Every check, from the inventory, a node, or the comparison of nodes: what preflight_warn may name.
+CHECKS = (
+    "address-twice",
+    "architecture",
+    "bond",
+    "cable",
+    "cage-differs",
+    "container-name",
+    "disk",
+    "disk-network",
+    "docker",
+    "docker-denied",
+    "engine-unknown",
+    "firewall",
+    "gid",
+    "gpu",
+    "gpu-busy",
+    "half-pair",
+    "halves",
+    "kernel-denied",
+    "kernel-kho",
+    "kernel-next-boot",
+    "link-state",
+    "memory",
+    "memory-killer",
+    "netplan-foreign",
+    "not-read",
+    "parity-architecture",
+    "parity-bios",
+    "parity-driver",
+    "parity-driver-version",
+    "parity-firmware",
+    "parity-kernel",
+    "parity-memory",
+    "parity-os",
+    "parity-storage",
+    "parity-swap",
+    "pcie-errors",
+    "pcie-width",
+    "pin-unset",
+    "port",
+    "rail-address",
+    "rail-is-management",
+    "rail-netdev",
+    "rail-speed",
+    "rail-subnets-differ",
+    "rails-count",
+    "rails-missing",
+    "rank-range",
+    "rank-twice",
+    "rdma-mtu",
+    "replica-name",
+    "same-subnet",
+    "subnet-forbidden",
+    "subnet-overlap",
+    "subnet-taken",
+    "sudo",
+    "timeout",
+    "unreachable",
+    "warn-unknown",
+    "world",
 )
 
 
@@ -80,6 +145,18 @@ def size(count: int | None) -> str:
 def inventory_refusals(members: Sequence[Mapping[str, Any]], options: Options) -> list[Refusal]:
     """Before any node is asked."""
     found = rails.replica_refusals(members)
+    for name in options.warn:
+        if name not in CHECKS:
+            near = difflib.get_close_matches(name, CHECKS, 1)
+            found.append(
+                Refusal(
+                    "warn-unknown",
+                    "inventory",
+                    f"preflight_warn names {name!r}",
+                    "ids of checks",
+                    f"did you mean {near[0]}?" if near else "docs/preflight.md lists them",
+                )
+            )
     for row in members:
         engine = str(row.get("engine") or "")
         if options.known_engines and engine not in options.known_engines:
@@ -293,7 +370,7 @@ def _machine(node: str, probe: Mapping[str, Any], options: Options) -> list[Refu
                 node,
                 str(arch),
                 options.architecture,
-                "a DGX Spark, or set preflight_architecture",
+                "use a DGX Spark; for a trial on another machine set sparkfleet_architecture",
             )
         )
     gpu = probe.get("gpu") or {}
@@ -308,6 +385,8 @@ def _machine(node: str, probe: Mapping[str, Any], options: Options) -> list[Refu
             )
         )
     for label in probe.get("timeouts") or []:
+        if str(label).startswith("nvidia-smi") and gpu and not gpu.get("present"):
+            continue  # that is the refusal above
         found.append(
             Refusal(
                 "timeout",
@@ -401,7 +480,9 @@ def _memory(node: str, probe: Mapping[str, Any], options: Options) -> list[Refus
         return []
     memory = probe.get("memory") or {}
     available = memory.get("available_bytes")
-    if available is None or available >= options.min_available_bytes:
+    # What a bad kernel has set aside comes back with a good one, which is another row.
+    held = memory.get("cma_free_bytes") or 0 if kho_picture(memory) == "broken" else 0
+    if available is None or available + held >= options.min_available_bytes:
         return []
     unaccounted = memory.get("unaccounted_bytes") or 0
     remedy = "stop what uses memory (desktop, other models, page cache)"
@@ -532,7 +613,6 @@ def _rails(
                     f"{item.netdev} at {speed} Mb/s",
                     "200000 Mb/s",
                     "direct cable: cable or firmware; switch: turn autonegotiation off, force 200G",
-                    warnable=True,
                     level="warn",
                 )
             )
@@ -717,8 +797,8 @@ def judge(
     for replica, rows in sorted(replicas.items()):
         plans, refusals = rails.plan_rails(rows, probes)
         for item in refusals:
-            told = messages.get(item.node, "") if item.check == "unreachable" else ""
-            found.append(replace(item, found=" ".join(told.split())) if told else item)
+            told = " ".join(messages.get(item.node, "").split()) if item.check == "unreachable" else ""
+            found.append(replace(item, found=told, remedy=way_in(told, item.remedy)) if told else item)
         for row in rows:
             name = str(row["name"])
             if name in probes:
@@ -729,7 +809,69 @@ def judge(
             replica,
             {str(row["name"]): probes[str(row["name"])] for row in rows if str(row["name"]) in probes},
         )
-    return soften(found, options.warn)
+    return soften(without_derived(found), options.warn)
+
+
+#: What ssh says when it gets no further -> what to do. The first that fits is taken.
+WAYS_IN = (
+    (
+        r"Permission denied|Invalid/incorrect password|Too many authentication failures",
+        "the node does not accept this account with this key: correct ansible_user or ansible_ssh_private_key_file "
+        "(or pass -u, --private-key), or put your key on the node with ssh-copy-id; then `ssh USER@ADDRESS true` "
+        "must work",
+    ),
+    (
+        r"Host key verification failed|REMOTE HOST IDENTIFICATION HAS CHANGED|host key",
+        "connect once by hand (ssh USER@ADDRESS) and compare the fingerprint; after a reinstallation remove the "
+        "old key with ssh-keygen -R ADDRESS",
+    ),
+    (
+        r"Could not resolve|Name or service not known|Temporary failure in name",
+        "correct the name in the inventory, or give the address as ansible_host",
+    ),
+    (
+        r"sshpass",
+        "passwords for ssh need sshpass on this machine; a key needs nothing (ssh-copy-id USER@ADDRESS)",
+    ),
+    (
+        r"Connection refused",
+        "the node is up and no ssh server listens there: correct ansible_host, ansible_port",
+    ),
+    (
+        r"timed out|No route to host|Network is unreachable",
+        "power and network of the node; ansible_host must be its management address, not one of a rail",
+    ),
+)
+
+
+def way_in(message: str, otherwise: str) -> str:
+    """The remedy for a node that gave no answer, from what ssh said."""
+    return next((remedy for pattern, remedy in WAYS_IN if re.search(pattern, message, re.I)), otherwise)
+
+
+#: Check -> checks on the same node (for one of a replica: on any node) that explain it.
+FOLLOWS = {
+    "not-read": ("sudo",),
+    "docker-denied": ("sudo",),
+    "firewall": ("sudo",),  # its rules are root's to read
+    "netplan-foreign": ("bond",),
+    "parity-driver-version": ("parity-driver",),
+    "parity-architecture": ("architecture",),
+}
+
+
+def without_derived(found: Sequence[Refusal]) -> list[Refusal]:
+    """Without the rows that would go with another one: what remains is what somebody has to do."""
+    fails = {(item.check, item.node) for item in found if item.level == "fail"}
+    anywhere = {check for check, _node in fails}
+    return [
+        item
+        for item in found
+        if not any(
+            (cause, item.node) in fails or (item.check.startswith("parity-") and cause in anywhere)
+            for cause in FOLLOWS.get(item.check, ())
+        )
+    ]
 
 
 def soften(found: Iterable[Refusal], warn: Sequence[str]) -> list[Refusal]:
@@ -771,6 +913,14 @@ def table(rows: Sequence[Refusal], width: int = 72) -> str:
             )
     lines.append(rule)
     return "\n".join(lines)
+
+
+def brief(rows: Sequence[Refusal]) -> str:
+    """What a failed task says below the report, which stands above it in full."""
+    fails = [f"{item.check} ({item.node})" for item in rows if item.level == "fail"]
+    more = f" and {len(fails) - 3} more" if len(fails) > 3 else ""
+    count = f"{len(fails)} refusal{'s' * (len(fails) != 1)}"
+    return f"preflight: {count}, see the report above: {', '.join(fails[:3])}{more}"
 
 
 def as_json(rows: Sequence[Refusal]) -> str:

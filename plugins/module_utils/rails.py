@@ -322,8 +322,13 @@ def replica_refusals(rows: Iterable[Mapping[str, Any]]) -> list[Refusal]:
     for member in members:
         replicas.setdefault(member.replica, []).append(member)
     for replica, group in sorted(replicas.items()):
-        found += _shape(replica, sorted(group, key=lambda member: (member.rank, member.name)))
-    found += _addresses(members)
+        nameless = 0 if not replica else len(replicas.get("", []))
+        found += _shape(replica, sorted(group, key=lambda member: (member.rank, member.name)), nameless)
+    wrong = {item.node for item in found if item.check in ("world", "rank-twice", "rank-range")}
+    misnumbered = {
+        member.replica for member in members if is_ring(member) and {member.replica, member.name} & wrong
+    }
+    found += _addresses(members, misnumbered)
     return found
 
 
@@ -331,7 +336,9 @@ def replica_refusals(rows: Iterable[Mapping[str, Any]]) -> list[Refusal]:
 REPLICA_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 
 
-def _shape(replica: str, group: list[Member]) -> list[Refusal]:
+def _shape(replica: str, group: list[Member], nameless: int) -> list[Refusal]:
+    """Names, ranks and number of rails of one replica. `nameless` nodes have a refusal of their own for having no
+    replica: they may be the missing ones."""
     found = []
     if replica and not REPLICA_NAME.fullmatch(replica):
         return [
@@ -369,7 +376,9 @@ def _shape(replica: str, group: list[Member]) -> list[Refusal]:
     world = worlds[-1]
     ranks = [member.rank for member in group]
     missing = sorted(set(range(world)) - set(ranks))
-    if missing:
+    # A rank that is missing only because two nodes have one rank, a node has none of them, or the members do not
+    # agree on how many there are, is said by that refusal.
+    if missing and len(worlds) == 1 and len(group) + nameless < world:
         found.append(
             Refusal(
                 "half-pair",
@@ -387,7 +396,7 @@ def _shape(replica: str, group: list[Member]) -> list[Refusal]:
             )
         )
     for member in group:
-        if member.rank >= world or member.rank < 0:
+        if len(worlds) == 1 and (member.rank >= world or member.rank < 0):
             found.append(
                 Refusal(
                     "rank-range",
@@ -421,15 +430,18 @@ def _shape(replica: str, group: list[Member]) -> list[Refusal]:
     return found
 
 
-def _addresses(members: list[Member]) -> list[Refusal]:
-    """Every address plan refusal that needs no node."""
+def _addresses(members: list[Member], misnumbered: set[str]) -> list[Refusal]:
+    """Every address plan refusal that needs no node. On a ring the ranks decide which subnets meet, so that is not
+    judged in the rings whose ranks are wrong (`misnumbered`)."""
     found: list[Refusal] = []
-    owner: dict[str, str] = {}
+    owner: dict[str, tuple[str, int]] = {}
+    # Rails with a refusal of their own: what comparing them with others would say follows from it.
+    judged: set[tuple[str, int]] = set()
     nets: list[tuple[ipaddress.IPv4Network, str, int, str]] = []
     for member in sorted(members, key=lambda item: (item.replica, item.rank, item.name)):
-        own: list[ipaddress.IPv4Network] = []
+        own: list[tuple[ipaddress.IPv4Network, tuple[str, int]]] = []
         for number, (cidr, _netdev) in enumerate(member.rails):
-            where = f"{member.name} rail {number}"
+            here = (member.name, number)
             try:
                 value = interface(cidr)
             except RailError as error:
@@ -442,14 +454,16 @@ def _addresses(members: list[Member]) -> list[Refusal]:
                         "correct sparkfleet_rails",
                     )
                 )
+                judged.add(here)
                 continue
-            first = owner.setdefault(str(value.ip), where)
-            if first != where:
+            first = owner.setdefault(str(value.ip), here)
+            if first != here:
+                judged |= {first, here}
                 found.append(
                     Refusal(
                         "address-twice",
                         member.name,
-                        f"{value.ip} on {where} and on {first}",
+                        "{} on {} rail {} and on {} rail {}".format(value.ip, *here, *first),
                         "one address, one interface",
                         "give each rail of each node its own address",
                     )
@@ -466,6 +480,7 @@ def _addresses(members: list[Member]) -> list[Refusal]:
                 )
             for bad, why in FORBIDDEN:
                 if value.network.overlaps(ipaddress.IPv4Network(bad)):
+                    judged.add(here)
                     found.append(
                         Refusal(
                             "subnet-forbidden",
@@ -475,8 +490,9 @@ def _addresses(members: list[Member]) -> list[Refusal]:
                             "choose another subnet for the rails",
                         )
                     )
-            for other in own:
-                if other.overlaps(value.network):
+            for other, there in own:
+                if other.overlaps(value.network) and not judged & {here, there}:
+                    judged |= {here, there}
                     found.append(
                         Refusal(
                             "same-subnet",
@@ -486,26 +502,35 @@ def _addresses(members: list[Member]) -> list[Refusal]:
                             "give each rail its own subnet",
                         )
                     )
-            own.append(value.network)
+            own.append((value.network, here))
+            if not member.replica:
+                continue  # whether it may share a subnet is not known before it has a name
             wire = number
             if is_ring(member):
                 wire = ring_subnets(member.rank, member.world)[number]
-            nets.append((value.network, member.replica, wire, member.name))
-    found += _between(nets)
-    found += _rails_agree(members)
-    return found
+            nets.append((value.network, member.replica, wire, here))
+    differ = _rails_agree([member for member in members if member.replica not in misnumbered], judged)
+    told = misnumbered | {item.node for item in differ}
+    found += _between([row for row in nets if row[3] not in judged], told)
+    return found + differ
 
 
-def _between(nets: list[tuple[ipaddress.IPv4Network, str, int, str]]) -> list[Refusal]:
-    """Subnets of different replicas, or of different rails (on a ring: wires) of one replica, may not touch."""
+def _between(
+    nets: list[tuple[ipaddress.IPv4Network, str, int, tuple[str, int]]], told: set[str]
+) -> list[Refusal]:
+    """Subnets of different replicas, or of different rails (on a ring: wires) of one replica, may not touch.
+
+    Within a replica of `told` another refusal says already which rails do not fit.
+    """
     found = []
     seen: set[tuple[str, str]] = set()
-    for at, (network, replica, number, name) in enumerate(nets):
-        for other, other_replica, other_number, other_name in nets[:at]:
+    for at, (network, replica, number, (name, _rail)) in enumerate(nets):
+        for other, other_replica, other_number, (other_name, _other_rail) in nets[:at]:
             if (
                 name == other_name
                 or not network.overlaps(other)
                 or (replica, number) == (other_replica, other_number)
+                or (replica == other_replica and replica in told)
             ):
                 continue
             key = (f"{replica}/{number}", f"{other_replica}/{other_number}")
@@ -525,9 +550,9 @@ def _between(nets: list[tuple[ipaddress.IPv4Network, str, int, str]]) -> list[Re
     return found
 
 
-def _rails_agree(members: list[Member]) -> list[Refusal]:
+def _rails_agree(members: list[Member], judged: set[tuple[str, int]]) -> list[Refusal]:
     """Within a replica, rail k of every node lies in one subnet; on a ring, rails 0 and 1 of a rank meet rails 2
-    and 3 of the next one, and nobody else."""
+    and 3 of the next one, and nobody else. Rails in `judged` have a refusal of their own."""
     found = []
     replicas: dict[str, list[Member]] = {}
     for member in members:
@@ -535,30 +560,44 @@ def _rails_agree(members: list[Member]) -> list[Refusal]:
     for replica, group in sorted(replicas.items()):
         ring = any(is_ring(member) for member in group)
         wires: dict[str, dict[str, list[str]]] = {}
+        order: dict[str, list[str]] = {}
         for member in group:
             for number, (cidr, _netdev) in enumerate(member.rails):
-                try:
-                    network = str(interface(cidr).network)
-                except RailError:
+                if (member.name, number) in judged:
                     continue
+                network = str(interface(cidr).network)
+                order.setdefault(member.name, []).append(network)
                 wire = f"rail {number}"
                 if ring:
                     near = number < HALVES
                     start = member.rank if near else (member.rank - 1) % member.world
                     wire = f"cable from rank {start} to rank {(start + 1) % member.world}, half {number % HALVES}"
                 wires.setdefault(wire, {}).setdefault(network, []).append(member.name)
-        for wire, networks in sorted(wires.items()):
-            if len(networks) > 1:
-                shown = "; ".join(f"{net}: {', '.join(names)}" for net, names in sorted(networks.items()))
-                found.append(
-                    Refusal(
-                        "rail-subnets-differ",
-                        replica,
-                        f"{wire}: {shown}",
-                        f"one subnet for {wire} on every node that it joins",
-                        "correct sparkfleet_rails (are two rails swapped?)",
-                    )
+        apart = {wire: networks for wire, networks in sorted(wires.items()) if len(networks) > 1}
+        if apart and not ring and len({tuple(sorted(names)) for names in order.values()}) == 1:
+            # The same subnets in another order: one mistake, one row.
+            shown = "; ".join(f"{name}: {', '.join(names)}" for name, names in sorted(order.items()))
+            found.append(
+                Refusal(
+                    "rail-subnets-differ",
+                    replica,
+                    f"the rails stand in different order: {shown}",
+                    "the same order on every node: rail 0 meets rail 0",
+                    "swap the entries of sparkfleet_rails on one of them",
                 )
+            )
+            continue
+        for wire, networks in apart.items():
+            shown = "; ".join(f"{net}: {', '.join(names)}" for net, names in sorted(networks.items()))
+            found.append(
+                Refusal(
+                    "rail-subnets-differ",
+                    replica,
+                    f"{wire}: {shown}",
+                    f"one subnet for {wire} on every node that it joins",
+                    "correct sparkfleet_rails",
+                )
+            )
     return found
 
 

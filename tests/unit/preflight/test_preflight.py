@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import copy
 import json
 import re
@@ -193,7 +194,7 @@ def test_architecture() -> None:
 
 @pytest.mark.field("B55")
 def test_a_sick_gpu_and_timeouts() -> None:
-    seen = found(gpu={"present": False, "reason": "nvidia-smi did not answer"}, timeouts=["nvidia-smi"])
+    seen = found(gpu={"present": False, "reason": "nvidia-smi did not answer"}, timeouts=["lsblk"])
     assert (seen["gpu"], seen["timeout"]) == ("fail", "warn")
 
 
@@ -445,16 +446,106 @@ def test_json_is_data() -> None:
     assert loaded["rows"][0]["check"] == "unreachable"
 
 
-def test_every_check_is_documented() -> None:
-    """Each id in the code has a section in docs/preflight.md and the other way round."""
-    code = set()
+def checks_of_the_code() -> dict[str, set[str]]:
+    """{check: what its rows may be} from the source: "fail", "soft" (a fail that may be a warning), "warn"."""
+    found: dict[str, set[str]] = {}
     for name in ("preflight.py", "rails.py"):
-        text = (ROOT / "plugins/module_utils" / name).read_text()
-        code |= set(re.findall(r'Refusal\(\s*"([a-z0-9-]+)"', text)) | set(
-            re.findall(r'"(parity-[a-z-]+)"', text)
-        )
-    documented = set(re.findall(r"^\| `([a-z0-9-]+)` \|", (ROOT / "docs/preflight.md").read_text(), re.M))
-    assert code == documented
+        tree = ast.parse((ROOT / "plugins/module_utils" / name).read_text())
+        for call in ast.walk(tree):
+            if not isinstance(call, ast.Call) or getattr(call.func, "id", "") != "Refusal":
+                continue
+            if not isinstance(call.args[0], ast.Constant):
+                continue  # the comparison of nodes: its rules are below
+            words = {word.arg: word.value for word in call.keywords}
+            level = words.get("level")
+            soft = isinstance(words.get("warnable"), ast.Constant)
+            always = isinstance(level, ast.Constant) and level.value == "warn"
+            found.setdefault(call.args[0].value, set()).add("warn" if always else "soft" if soft else "fail")
+    different = {
+        "kernel": {"release": "other", "cmdline": ""},
+        "gpu": {"present": True, "driver": "590.48.01", "processes": []},
+        "docker": {**node()["docker"], "storage_driver": "overlayfs"},
+        "os": {"arch": "x86_64", "dgx_release": "other", "bios_version": "other"},
+        "rdma": {"hca-0000-p0": {"fw_ver": "other", "gids": []}},
+        "memory": {**node()["memory"], "total_bytes": 100 * GIB, "swap_total_bytes": 0},
+    }
+    newer = {**different, "gpu": {"present": True, "driver": "580.1", "processes": []}}
+    for over in (different, newer):
+        for row in preflight.parity("alpha", {"spark-1": node(), "spark-2": node(**over)}):
+            kind = "warn" if row.level == "warn" else "soft" if row.warnable else "fail"
+            found.setdefault(row.check, set()).add(kind)
+    return found
+
+
+def test_every_check_is_documented_as_it_is() -> None:
+    """Each id in the code has a row in docs/preflight.md with a remedy and what preflight_warn does to it, and the
+    other way round."""
+    rows = re.findall(
+        r"^\| `([a-z0-9-]+)` \| (.*) \| (.+) \| (yes|no|-) \|$",
+        (ROOT / "docs/preflight.md").read_text(),
+        re.M,
+    )
+    documented = {check: may for check, _when, _remedy, may in rows}
+    assert len(documented) == len(rows)
+    code = {
+        check: "yes" if "soft" in kinds else "no" if "fail" in kinds else "-"
+        for check, kinds in checks_of_the_code().items()
+    }
+    assert documented == code
+    assert sorted(code) == sorted(preflight.CHECKS)
+
+
+def test_a_misspelt_check_in_preflight_warn_is_refused() -> None:
+    rows = preflight.inventory_refusals(pair(), Options(warn=("memori", "port", "xyz")))
+    assert [(row.check, row.remedy) for row in rows] == [
+        ("warn-unknown", "did you mean memory?"),
+        ("warn-unknown", "docs/preflight.md lists them"),
+    ]
+
+
+def test_rows_that_follow_from_another_one_are_left_out() -> None:
+    denied = {"present": True, "denied": True, "known": False}
+    closed = {"installed": True, "active": True, "default_input": "DROP", "rules": None}
+    unread = [{"what": "the kernel log", "need": "root"}]
+    seen = {"spark-1": node(docker=denied, firewall=closed, missing_privileges=unread), "spark-2": node()}
+    rows = judge(pair(), seen, OPTIONS, sudo={"spark-1": "Missing sudo password"})
+    assert [(row.check, row.node) for row in rows] == [("sudo", "spark-1")]
+    # Without the refusal of root they are what there is to say.
+    assert {row.check for row in judge(pair(), seen, OPTIONS)} == {"docker-denied", "firewall", "not-read"}
+    other = node(gpu={"present": True, "driver": "590.48.01", "processes": []}, os={"arch": "x86_64"})
+    rows = judge(pair(), {"spark-1": other, "spark-2": node()}, OPTIONS)
+    assert [row.check for row in rows] == ["parity-driver", "architecture"]
+    hung = node(gpu={"present": False, "reason": "nvidia-smi did not answer"}, timeouts=["nvidia-smi -q"])
+    assert [row.check for row in judge(pair(), {"spark-1": hung, "spark-2": node()}, OPTIONS)] == ["gpu"]
+    low = {**node()["memory"], "available_bytes": 105 * GIB, "cma_total_bytes": 0, "cma_free_bytes": 9 * GIB}
+    assert found(memory=low) == {"kernel-kho": "fail"}
+    assert set(found(memory={**low, "available_bytes": 90 * GIB})) == {"kernel-kho", "memory"}
+
+
+@pytest.mark.parametrize(
+    ("said", "remedy"),
+    [
+        ("spark@10.0.0.2: Permission denied (publickey,password).", "ansible_ssh_private_key_file"),
+        ("Invalid/incorrect password: Permission denied, please try again.", "ansible_user"),
+        ("Host key verification failed.", "fingerprint"),
+        ("ssh: Could not resolve hostname spark-9: Name or service not known", "ansible_host"),
+        ("ssh: connect to host 10.0.0.2 port 22: Connection refused", "ansible_port"),
+        ("ssh: connect to host 10.0.0.2 port 22: Connection timed out", "power"),
+        ("to use the 'ssh' connection type with passwords, you must install the sshpass program", "sshpass"),
+        ("something else", "check power, network and SSH"),
+    ],
+)
+def test_the_remedy_answers_what_ssh_said(said: str, remedy: str) -> None:
+    rows = judge(pair(), {"spark-1": node()}, OPTIONS, messages={"spark-2": f"Failed to connect: {said}"})
+    assert [(row.check, row.node) for row in rows] == [("unreachable", "spark-2")]
+    assert remedy in rows[0].remedy
+
+
+def test_a_failed_task_says_one_line() -> None:
+    seen = {"spark-1": node(os={"arch": "x86_64"}), "spark-2": node(systemd={"memory_killers": []})}
+    rows = judge(pair(), seen, OPTIONS)
+    assert preflight.brief(rows) == "preflight: 1 refusal, see the report above: architecture (spark-1)"
+    assert preflight.brief([*rows] * 5).endswith("architecture (spark-1) and 2 more")
 
 
 def test_pins_of_every_replica_and_their_form() -> None:
