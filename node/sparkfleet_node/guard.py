@@ -18,13 +18,14 @@ import ctypes
 import json
 import logging
 import os
+import re
 import resource
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -85,6 +86,8 @@ KEEP = 20
 SAMPLES = 240
 #: Exit code of a configuration that cannot be used; the unit does not restart on it.
 EXIT_CONFIG = 2
+#: What changes in a sentence that stays the same.
+NUMBER = re.compile(r"[\d.]+")
 #: mlockall(2): what is mapped now and later.
 MCL_CURRENT_FUTURE = 3
 
@@ -134,6 +137,8 @@ class Watch:
         self.trips: list[float] = []
         self.restarts: list[float] = []
         self.restart_note = ""
+        self.ready = False
+        self.unready: dict[str, str] | None = None
         self.ended_at: float | None = None
         self.memory_back = True
         self.memory_note = ""
@@ -154,6 +159,7 @@ class Watch:
         self.terminated_at, self.killed = None, False
         self.cause = self.reason = self.memory_note = self.restart_note = ""
         self.memory_said, self.recorded, self.ended_at = False, frozenset(), None
+        self.ready, self.unready = False, None
         self.container = container
         self.process = process
 
@@ -255,6 +261,7 @@ class Guard:
         for watch in list(self.watches.values()):
             if not watch.running:
                 self._learn(watch)
+                self._gather(watch)
                 continue
             for other in watch.launch.get("peers", []):
                 number = int(other["rank"])
@@ -321,6 +328,33 @@ class Guard:
                 watch.trips.append(ended)
                 LOG.warning("guard: %s: the rank ended with its peer: %s", watch.replica, watch.reason)
                 return
+
+    def _gather(self, watch: Watch) -> None:
+        """Which nodes are not ready to start their ranks again, and why. An agent waits for the ranks before
+        its own for a minute only, and memory may take longer to come back there."""
+        if not watch.ready:
+            return
+        unready: dict[str, str] = {}
+        for other in watch.launch.get("peers", []):
+            name = str(other["name"])
+            try:
+                key = peer_wire.read_key(self.host, watch.replica)
+                state = self.ask(
+                    other["addresses"],
+                    int(watch.launch["peer_port"]),
+                    key,
+                    watch.replica,
+                    "state",
+                    timeout=ASK_S,
+                )
+            except (peer_wire.PeerRefused, peer_wire.PeerUnreachable, Refusal) as error:
+                unready[name] = str(error)
+                continue
+            seen = state.get("guard") or {}
+            fresh = abs(float(state.get("now") or 0) - float(seen.get("at") or 0)) < 5 * WRITE_S
+            if not state.get("alive") and not (fresh and seen.get("ready")):
+                unready[name] = str(seen.get("restart") or "its guard has no restart to make")
+        watch.unready = unready
 
     def look_at_api(self) -> None:
         """Read the head's counters; the time of the last movement of any of them is what counts."""
@@ -398,7 +432,7 @@ class Guard:
         if decision.action == RECORD:
             watch.recorded |= {decision.cause}
             LOG.warning("guard: %s: would stop the replica: %s", watch.replica, decision.reason)
-            self._spawn(self.record, watch, decision, dict(memory))
+            self._spawn(self.record, watch, decision, dict(memory), watch.history.last(SAMPLES))
             return
         first = watch.terminated_at is None
         if first:
@@ -417,7 +451,7 @@ class Guard:
         LOG.error("guard: %s: %s rank %s: %s", watch.replica, word, watch.launch.get("rank"), decision.reason)
         if first:
             self._spawn(self.tell_peers, watch, decision)
-            self._spawn(self.record, watch, decision, dict(memory))
+            self._spawn(self.record, watch, decision, dict(memory), watch.history.last(SAMPLES))
 
     @staticmethod
     def _spawn(target: Callable[..., None], *arguments: Any) -> None:
@@ -486,9 +520,17 @@ class Guard:
             memory_back=watch.memory_back,
             restarts=watch.restarts,
         )
+        watch.ready = due
+        if due:
+            others = watch.unready
+            if others is None:
+                due, why = False, "waiting for the other nodes"
+            elif others:
+                told = "; ".join(f"{name} ({reason})" for name, reason in sorted(others.items()))
+                due, why = False, f"waiting for {told}"
         if not due:
             # The seconds left change with every sample; what is said is said once.
-            if why.split()[0] != watch.restart_note.partition(" ")[0]:
+            if NUMBER.sub("", why) != NUMBER.sub("", watch.restart_note):
                 LOG.warning("guard: %s: not started again: %s", watch.replica, why)
             watch.restart_note = why
             return
@@ -541,8 +583,15 @@ class Guard:
                     error,
                 )
 
-    def record(self, watch: Watch, decision: Decision, memory: Mapping[str, int]) -> None:
-        """Write down what was seen: reason, last samples, memory by category, peers, settings."""
+    def record(
+        self,
+        watch: Watch,
+        decision: Decision,
+        memory: Mapping[str, int],
+        samples: Sequence[tuple[float, int]],
+    ) -> None:
+        """Write down what was seen: reason, samples up to the one that decided, memory by category, peers,
+        settings."""
         now, wall = self.clock(), time.time()
         low = watch.history.low
         text = json.dumps(
@@ -557,7 +606,7 @@ class Guard:
                 "reason": decision.reason,
                 "at": round(wall, 1),
                 "low_bytes": low[1] if low else None,
-                "samples": [[round(when - now, 2), value] for when, value in watch.history.last(SAMPLES)],
+                "samples": [[round(when - now, 2), value] for when, value in samples],
                 "meminfo": dict(memory),
                 "peers": [asdict(peer) for peer in watch.peers.values()],
                 "policy": asdict(watch.policy),
@@ -606,6 +655,7 @@ class Guard:
             "reason": watch.reason,
             "memory": watch.memory_note,
             "restart": watch.restart_note,
+            "ready": watch.ready,
             "unjudged": watch.unjudged,
             "silent": silent,
             "refused": sorted(watch.refused.values()),

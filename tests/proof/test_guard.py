@@ -6,7 +6,9 @@ Order, counts and end states are asserted; times are rows of the bench.
 
 from __future__ import annotations
 
+import functools
 import json
+import re
 import shlex
 from collections.abc import Iterator
 from typing import Any
@@ -24,6 +26,7 @@ REPLICA, NAME, IMAGE = "guarded", "guarded-rank", "hub.lab:5000/lab/base:1"
 NETDEVS = ("enp1s0f0np0", "enP2p1s0f0np0")
 ADDRESSES = {"spark-1": ("10.77.0.1", "10.77.0.5"), "spark-2": ("10.77.0.2", "10.77.0.6")}
 GUARD = "sparkfleet-guard.service"
+GIB = 1 << 30
 OBEYS = "import signal,sys,time; signal.signal(15, lambda *_: sys.exit(0)); time.sleep(9999)"
 IGNORES = "import signal,time; signal.signal(15, signal.SIG_IGN); time.sleep(9999)"
 
@@ -76,6 +79,23 @@ def state(node: str) -> dict[str, Any]:
 
 def said(node: str, since: str) -> str:
     return on(node, "journalctl", "-u", GUARD, "--no-pager", "-o", "cat", f"--since=@{since}")
+
+
+def when(node: str, text: str, since: str) -> float:
+    """Time of the first line of the guard's journal with this text (both nodes have one clock)."""
+    lines = on(node, "journalctl", "-u", GUARD, "--no-pager", "-o", "short-unix", f"--since=@{since}")
+    return next(float(line.split()[0]) for line in lines.splitlines() if text in line)
+
+
+def record(node: str) -> dict[str, Any]:
+    """The newest record of the guard."""
+    name = on(node, "sh", "-c", f"ls -t /var/lib/sparkfleet/guard/{REPLICA}-* | head -1")
+    return dict(json.loads(on(node, "cat", name)))
+
+
+def samples(node: str) -> int:
+    text = on(node, "cat", "/run/sparkfleet/guard.prom")
+    return int(re.search(r"^sparkfleet_guard_samples_total (\d+)", text, re.M).group(1))  # type: ignore[union-attr]
 
 
 def now(node: str) -> str:
@@ -131,15 +151,63 @@ def both_end(seconds: float = 60) -> None:
 def test_sinking_memory_on_either_node_ends_both_ranks(
     pair: dict[str, str], sinking: str, other: str
 ) -> None:
+    trips = {node: state(node)["trips"] for node in NODES}
     fault.switch(instance(), "sink-memory", sinking, value="3")
     both_end()
     lines = said(sinking, pair[sinking])
     assert lines.count("stopping rank") == 1 and "2 samples under the redline of 4 GiB: 3.00, 3.00" in lines
     wait_for(lambda: f"redline on {sinking}" in said(other, pair[other]), 10, f"{other} to say why")
-    assert "redline" in on(sinking, "sh", "-c", f"ls /var/lib/sparkfleet/guard | grep {REPLICA} | tail -1")
+    assert when(sinking, "stopping rank", pair[sinking]) < when(other, "stopped for its peer", pair[other])
+    assert "stopping rank" not in said(other, pair[other]), "its own memory was fine"
+    kept = record(sinking)
+    low = [value < 4 * GIB for _age, value in kept["samples"]]
+    assert low[-2:] == [True, True] and low.count(True) == 2, "at the second low sample, not later"
+    assert (kept["cause"], kept["action"], kept["peers"][0]["name"]) == ("redline", "terminate", other)
+    fault.heal(instance())
+    for node, cause in ((sinking, "redline"), (other, "peer")):
+        wait_for(lambda node=node: state(node)["state"] == "tripped", 20, f"{node} to say that it tripped")  # type: ignore[misc]
+        assert (state(node)["cause"], state(node)["trips"]) == (cause, trips[node] + 1)
+        assert "restarts are off" in state(node)["restart"]
     assert on(sinking, "docker", "inspect", "-f", "{{.State.ExitCode}}", NAME) == "0", (
         "it was asked, not killed"
     )
+
+
+@pytest.mark.field("B35")
+def test_one_sample_below_ends_nothing(pair: dict[str, str]) -> None:
+    """Eight seconds between two samples, so that one low reading can be made for one of them alone."""
+    slow = ["--limit", "spark-1", "-e", "guard_interval_s=8"]
+    assert play("tests/proof/guard.yml", inventory(), extra=slow).rc == 0
+    try:
+        wait_for(lambda: state("spark-1").get("state") == "watching", 40, "the new guard to hold the rank")
+        begun, count = now("spark-1"), samples("spark-1")
+        wait_for(lambda: samples("spark-1") > count, 30, "a sample")
+        fault.switch(instance(), "sink-memory", "spark-1", value="3")
+        wait_for(lambda: state("spark-1")["available"] == 3 * GIB, 30, "a low sample")
+        fault.switch(instance(), "sink-memory", "spark-1", on=False)
+        count = samples("spark-1")
+        wait_for(lambda: samples("spark-1") >= count + 2, 60, "two samples more")
+        seen = state("spark-1")
+        assert (seen["low"], seen["trips"], seen["state"]) == (3 * GIB, 0, "watching")
+        assert seen["available"] > 4 * GIB
+        assert running("spark-1") and running("spark-2")
+        lines = said("spark-1", begun)
+        assert "stopping rank" not in lines and "3.00 GiB available, the redline is 4" in lines
+    finally:
+        assert play("tests/proof/guard.yml", inventory(), extra=["--limit", "spark-1"]).rc == 0
+
+
+@pytest.mark.parametrize(("victim", "other"), [("spark-1", "spark-2"), ("spark-2", "spark-1")])
+def test_a_rank_that_is_killed_by_others_is_no_trip(pair: dict[str, str], victim: str, other: str) -> None:
+    """Ending the other rank then is the agents' work; the guards see an end, and no reason to stop anything."""
+    trips = {node: state(node)["trips"] for node in NODES}
+    on(victim, "kill", "-9", on(victim, "docker", "inspect", "-f", "{{.State.Pid}}", NAME))
+    wait_for(lambda: not state(victim)["running"], 20, "the guard to see the end")
+    before = float(state(other)["at"])
+    wait_for(lambda: float(state(other)["at"]) > before + 5, 30, "some samples")
+    assert running(other) and state(other)["state"] == "watching"
+    assert {node: state(node)["trips"] for node in NODES} == trips
+    assert "stopping rank" not in said(victim, pair[victim]) + said(other, pair[other])
 
 
 def test_a_rank_that_ignores_the_signal_is_killed(pair: dict[str, str]) -> None:
@@ -152,15 +220,19 @@ def test_a_rank_that_ignores_the_signal_is_killed(pair: dict[str, str]) -> None:
     assert on("spark-1", "docker", "inspect", "-f", "{{.State.ExitCode}}", NAME) == "137"
     lines = said("spark-1", begun)
     assert lines.index("stopping rank") < lines.index("killing rank")
+    assert "after it was told to end" in lines, "the reason of the second signal"
 
 
 def test_far_below_kills_at_once(pair: dict[str, str]) -> None:
     fault.switch(instance(), "sink-memory", "spark-2", value="1")
     both_end()
     assert on("spark-2", "docker", "inspect", "-f", "{{.State.ExitCode}}", NAME) == "137"
+    lines = said("spark-2", pair["spark-2"])
+    assert "killing rank 1: 2 samples under the redline" in lines and "stopping rank" not in lines
 
 
 def test_a_restarted_or_stopped_guard_ends_nothing(pair: dict[str, str]) -> None:
+    since = [on(node, "docker", "inspect", "-f", "{{.State.StartedAt}}", NAME) for node in NODES]
     on("spark-1", "systemctl", "restart", GUARD)
     wait_for(lambda: "holding rank" in said("spark-1", pair["spark-1"]), 20, "the new guard to hold the rank")
     on("spark-2", "systemctl", "stop", GUARD)
@@ -173,13 +245,21 @@ def test_a_restarted_or_stopped_guard_ends_nothing(pair: dict[str, str]) -> None
         assert running("spark-1") and running("spark-2")
     finally:
         on("spark-2", "systemctl", "start", GUARD)
+    wait_for(lambda: state("spark-2").get("state") == "watching", 30, "the guard of spark-2 to be back")
+    assert [on(node, "docker", "inspect", "-f", "{{.State.StartedAt}}", NAME) for node in NODES] == since
+    assert not any("stopping rank" in said(node, pair[node]) for node in NODES)
 
 
 def test_cut_rails_end_both_ranks(pair: dict[str, str]) -> None:
     fault.switch(instance(), "cut-rail")
     both_end()
-    for node in NODES:
-        assert "has not answered on any rail" in said(node, pair[node])
+    for node, other in (NODES, NODES[::-1]):
+        lines = said(node, pair[node])
+        assert lines.count("stopping rank") == 1 and f"{other} has not answered on any rail for" in lines
+        told = functools.partial(said, node, pair[node])
+        wait_for(lambda told=told: "was not told to stop" in told(), 20, "a cut cable to be said")  # type: ignore[misc]
+        wait_for(lambda node=node: state(node)["state"] == "tripped", 20, f"{node} to say that it tripped")  # type: ignore[misc]
+        assert state(node)["cause"] == "silence"
 
 
 def test_one_cut_rail_is_not_silence(pair: dict[str, str]) -> None:
@@ -195,10 +275,9 @@ def test_a_forged_heartbeat_is_silence(pair: dict[str, str]) -> None:
     put("spark-2", key, "f" * 64, "600")
     try:
         both_end()
-        assert "silence" in said("spark-1", pair["spark-1"]) or "has not answered" in said(
-            "spark-1", pair["spark-1"]
-        )
-        assert state("spark-1")["refused"]
+        assert "spark-2 has not answered on any rail" in said("spark-1", pair["spark-1"])
+        assert state("spark-1")["cause"] == "silence"
+        assert record("spark-1")["cause"] == "silence"
     finally:
         put("spark-2", key, "k" * 64, "600")
 

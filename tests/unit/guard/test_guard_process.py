@@ -314,6 +314,30 @@ def test_a_worker_that_was_sent_home_learns_why(node: Node, docker: Docker, peer
     assert (state["cause"], state["reason"]) == ("peer", "redline on spark-2: 2 samples")
     node.now += 5
     samples(guard, node, 110)
+    assert node.commands == [], "the other node was not asked yet"
+    held = {
+        "at": 5.0,
+        "state": "memory held",
+        "ready": False,
+        "restart": "memory has not come back since the stop",
+    }
+    peers.state = {"alive": False, "now": 5.0, "guard": held}
+    guard.look_at_peers()
+    samples(guard, node, 110)
+    waits = "waiting for spark-2 (memory has not come back since the stop)"
+    assert node.commands == [] and guard.state(guard.watches["pair-1"])["restart"] == waits
+    assert guard.state(guard.watches["pair-1"])["ready"], "so that neither waits for the other for ever"
+    for answer in (
+        {**peers.state, "guard": {**held, "ready": True, "at": -60.0}},
+        {**peers.state, "guard": {}},
+    ):
+        peers.state = answer
+        guard.look_at_peers()
+        samples(guard, node, 110)
+        assert node.commands == [], "an old word of a guard, or none, is no word"
+    peers.state = {"alive": False, "now": 5.0, "guard": {**held, "ready": True}}
+    guard.look_at_peers()
+    samples(guard, node, 110)
     wait_for(lambda: ["systemctl", "start", "--no-block", "sparkfleet-rank@pair-1.service"] in node.commands)
 
 
@@ -331,6 +355,30 @@ def test_restart_is_opt_in_and_waits(
     samples(guard, node, 40)
     assert node.commands == [], "memory has not come back"
     samples(guard, node, 110)
+    assert node.commands == [], "the other node was not asked yet"
+    held = {
+        "at": 5.0,
+        "state": "memory held",
+        "ready": False,
+        "restart": "memory has not come back since the stop",
+    }
+    peers.state = {"alive": False, "now": 5.0, "guard": held}
+    guard.look_at_peers()
+    samples(guard, node, 110)
+    waits = "waiting for spark-2 (memory has not come back since the stop)"
+    assert node.commands == [] and guard.state(guard.watches["pair-1"])["restart"] == waits
+    assert guard.state(guard.watches["pair-1"])["ready"], "so that neither waits for the other for ever"
+    for answer in (
+        {**peers.state, "guard": {**held, "ready": True, "at": -60.0}},
+        {**peers.state, "guard": {}},
+    ):
+        peers.state = answer
+        guard.look_at_peers()
+        samples(guard, node, 110)
+        assert node.commands == [], "an old word of a guard, or none, is no word"
+    peers.state = {"alive": False, "now": 5.0, "guard": {**held, "ready": True}}
+    guard.look_at_peers()
+    samples(guard, node, 110)
     wait_for(lambda: ["systemctl", "start", "--no-block", "sparkfleet-rank@pair-1.service"] in node.commands)
     count = len(node.commands)
     node.now += 500
@@ -339,7 +387,9 @@ def test_restart_is_opt_in_and_waits(
     said = [
         line.split("not started again: ")[1] for line in caplog.text.splitlines() if "not started" in line
     ]
-    assert [words.split()[0] for words in said] == ["waiting", "memory"], "each reason once"
+    assert [words.split()[0] for words in said] == ["waiting", "memory", "waiting", "waiting", "waiting"], (
+        said
+    )
     assert guard.state(guard.watches["pair-1"])["restart"] == "restart 1 of 1"
     process = rank()
     guard.attach()
@@ -614,6 +664,8 @@ def test_the_limit_of_restarts_outlives_the_guard(
     samples(guard, node, 110)
     node.now += 10
     samples(guard, node, 110)
+    guard.look_at_peers()
+    samples(guard, node, 110)
     wait_for(lambda: len(node.commands) == 2)
     guard.write()
     later = make(node, docker, peers, restarts=1, restart_backoff_s=1)
@@ -624,7 +676,9 @@ def test_the_limit_of_restarts_outlives_the_guard(
     docker.pid = 0
     samples(later, node, 110)
     node.now += 1000
-    samples(later, node, 110, 110)
+    samples(later, node, 110)
+    later.look_at_peers()
+    samples(later, node, 110)
     assert len(node.commands) == 2
 
 
