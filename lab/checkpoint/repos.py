@@ -1,4 +1,4 @@
-"""The three repositories that a replica is fetched from: checkpoint, original (Engram shards), kit."""
+"""The repositories that a replica is fetched from: checkpoint, original (Engram shards), kit, and an overlay."""
 
 from __future__ import annotations
 
@@ -19,6 +19,9 @@ from lab.checkpoint.inventory import Bits, Tensor, lab_bits, shard_name, shards
 CHECKPOINT = "lab/DeepSeek-V4.1-Flash-1017-EXL3"
 ORIGINAL = "lab/DeepSeek-V4.1-Flash-1017"
 KIT = "lab/kit"
+OVERLAY = "lab/keys-DeepSeek-V4.1-Flash-1017-Abliterated"
+#: Tensors that the overlay has other weights for.
+OVERLAID = ".attn.wo_b."
 ENGRAM_SHARDS = (47, 48)
 ORIGINAL_SHARDS = 48
 # Rows that the engine wants beyond the context: the widest round (48 rows, 16 by default) and one more.
@@ -169,6 +172,20 @@ def write_kit(folder: Path, config: Config, seed: str, context: int) -> None:
     (kit / "MANIFEST").write_text(lines)
 
 
+def write_overlay(folder: Path, config: Config, seed: str) -> None:
+    """Other `wo_b` weights in both forms of such overlays: a rewritten shard, and a file of the tensors alone."""
+    plan = shards(config, lab_bits)
+    alone = [tensor for tensor in plan[0] if OVERLAID in tensor.name]
+    container.write(folder / "keys_wo_b.safetensors", alone, f"{seed}:overlay")
+    name = shard_name(2, len(plan))
+    with (folder / name).open("wb") as out:
+        out.write(container.header(plan[1])[0])
+        for tensor in plan[1]:
+            changed = OVERLAID in tensor.name
+            out.write(container.content(tensor, f"{seed}:overlay" if changed else seed))
+    (folder / "README.md").write_text("A generated overlay with made-up weights.\n", encoding="utf-8")
+
+
 def publish(root: Path, name: str, fill: Callable[[Path], None]) -> Repo:
     """Fill a new folder and put it at ROOT/OWNER/NAME/REVISION, with `refs/main` pointing at it."""
     base = root / name
@@ -189,7 +206,7 @@ def publish(root: Path, name: str, fill: Callable[[Path], None]) -> Repo:
 
 
 def generate(root: Path, seed: int, context: int) -> list[Repo]:
-    """Write the three repositories under `root`; a second call with the same arguments writes nothing new."""
+    """Write the repositories under `root`; a second call with the same arguments writes nothing new."""
     vocab_size = int(lab_config(0)["text_config"]["vocab_size"])
     vocab = tokenizer.vocabulary(vocab_size)
     config = lab_config(tokenizer.compressed_size(vocab))
@@ -198,6 +215,7 @@ def generate(root: Path, seed: int, context: int) -> list[Repo]:
         publish(root, CHECKPOINT, lambda folder: write_checkpoint(folder, config, vocab, text)),
         publish(root, ORIGINAL, lambda folder: write_original(folder, config, text)),
         publish(root, KIT, lambda folder: write_kit(folder, config, text, context)),
+        publish(root, OVERLAY, lambda folder: write_overlay(folder, config, text)),
     ]
 
 

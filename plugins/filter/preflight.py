@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
+from ansible.module_utils.parsing.convert_bool import boolean
 from ansible_collections.sparkfleet.serving.plugins.module_utils import disk_needs as needs
 from ansible_collections.sparkfleet.serving.plugins.module_utils import preflight as core
 from ansible_collections.sparkfleet.serving.plugins.module_utils.rails import Refusal
@@ -51,9 +52,9 @@ def preflight_pins(
     """The pins of all replicas of the play as the role takes them: {"NAME (replica R)": {value,
     where_to_get, pattern}}.
 
-    `wanted` are rows of `name` (a variable), `where_to_get`, optionally `pattern` (a regular expression for
-    the whole
-    value) and `unless` (a variable that makes the pin unneeded when it is set).
+    `wanted` are rows of `name` (a variable), `where_to_get`, optionally `pattern` (a regular expression for the
+    whole value), `unless` (a variable that makes the pin unneeded when it is set) and `only_if` (one that makes
+    it needed when it is true).
     """
     found: dict[str, dict[str, str]] = {}
     for host in hosts:
@@ -61,6 +62,8 @@ def preflight_pins(
         for row in wanted:
             other = row.get("unless")
             if other and values.get(other):
+                continue
+            if row.get("only_if") and not boolean(values.get(row["only_if"]) or False, strict=False):
                 continue
             label = f"{row['name']} (replica {values.get('sparkfleet_replica') or host})"
             value = values.get(row["name"])
@@ -79,13 +82,24 @@ def disk_needs(
     *,
     model: str = "",
     engram: str = "",
+    variant: str = "",
+    overlay: Sequence[Mapping[str, Any]] = (),
+    overlay_source: str = "",
     docker_root: str = needs.DOCKER_ROOT,
 ) -> list[dict[str, Any]]:
     """preflight_disk_needs of one replica from its plan; see module_utils/disk_needs.py. `model` and `engram` are
     REPO@REVISION."""
     try:
         return needs.disk_needs(
-            plan, list(members), str(data_dir), model=model, engram=engram, docker_root=docker_root
+            plan,
+            list(members),
+            str(data_dir),
+            model=model,
+            engram=engram,
+            variant=variant,
+            overlay=list(overlay),
+            overlay_source=overlay_source,
+            docker_root=docker_root,
         )
     except (needs.NeedsError, KeyError, TypeError) as error:
         raise AnsibleFilterError(f"disk_needs: {error}") from error

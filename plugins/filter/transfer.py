@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
+from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import human
 
 
 def _named(members: Iterable[Mapping[str, Any]], name: str) -> Mapping[str, Any]:
@@ -71,6 +72,11 @@ def members_where(
     return found
 
 
+def prune_line(row: Mapping[str, Any]) -> str:
+    """One unused directory: path, what it is, and what removing it frees."""
+    return f"{row['path']}: {row['what']}, {human(int(row['bytes']))}"
+
+
 class FilterModule:
     """Filters of this collection for moving things between members."""
 
@@ -80,4 +86,5 @@ class FilterModule:
             "transfer_source": transfer_source,
             "transfer_listen": transfer_listen,
             "members_where": members_where,
+            "prune_line": prune_line,
         }

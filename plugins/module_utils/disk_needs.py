@@ -29,14 +29,18 @@ def disk_needs(
     *,
     model: str = "",
     engram: str = "",
+    variant: str = "",
+    overlay: Sequence[Mapping[str, Any]] = (),
+    overlay_source: str = "",
     docker_root: str = DOCKER_ROOT,
 ) -> list[dict[str, Any]]:
     """[{node, path, bytes, what, image}] of every member of ONE replica, from `plan["disk"]` and `plan["ranks"]`.
 
     `model` and `engram` are REPO@REVISION of the checkpoint and of the Engram source: they make the paths exact,
-    so that what lies there already can be subtracted. `image` marks bytes that an image which is there makes
-    unneeded; `unless` and `unless_bytes` do so for a path that holds as much. What is only needed for a
-    while (an image lies there twice while it is loaded) is a row of its own.
+    so that what lies there already can be subtracted. `variant` names the directory of the rank files where it is
+    not the revision (an overlay); `overlay` is its manifest, `overlay_source` its REPO@REVISION. `image` marks
+    bytes that an image which is there makes unneeded; `unless` and `unless_bytes` do so for a path that holds as
+    much. What is only needed for a while (an image lies there twice while it is loaded) is a row of its own.
     Raises NeedsError for a plan without a row for a member's rank.
     """
     if not data_dir.startswith("/"):
@@ -47,7 +51,7 @@ def disk_needs(
         repo, _mark, revision = source.partition("@")
         return f"{root}/{folder}/{slug(repo)}/{revision}" if repo and revision else f"{root}/{folder}"
 
-    revision = model.partition("@")[2]
+    revision = variant or model.partition("@")[2]
     disks = {int(row["rank"]): row for row in plan.get("disk") or []}
     ranks = {int(row["rank"]): row for row in plan.get("ranks") or []}
     sizes = {
@@ -68,6 +72,10 @@ def disk_needs(
             "docker": docker_root,
             "data": root,
         }
+        if overlay and rank == 0:
+            size = sum(int(item["size"]) for item in overlay)
+            place = below("models", overlay_source)
+            found.append({"node": node, "path": place, "image": False, "bytes": size, "what": "overlay"})
         for item in disks[rank]["components"]:
             place = str(item["location"])
             if place not in paths:

@@ -651,9 +651,20 @@ def read_token(token_file: str = "", environment: str = "HF_TOKEN") -> str:
 
 
 def from_hub(
-    endpoint: str, repo: str, revision: str, token: str = "", *, timeout: float = 30.0, workers: int = 8
+    endpoint: str,
+    repo: str,
+    revision: str,
+    token: str = "",
+    *,
+    timeout: float = 30.0,
+    workers: int = 8,
+    overlay: bool = False,
 ) -> ModelLock:
-    """A lock from a Hub-compatible server by ranges. Raises LockError or HeaderError."""
+    """A lock from a Hub-compatible server by ranges. Raises LockError or HeaderError.
+
+    ``overlay``: the repository holds some shards of another one, so neither a whole series nor a config is
+    asked for, and the lock holds its shards alone.
+    """
     client = HubClient(endpoint, repo, revision, token, timeout=timeout)
     commit, files = client.list_files()
     if _COMMIT.match(commit):
@@ -662,18 +673,21 @@ def from_hub(
     names = [item.name for item in files if item.name.endswith(".safetensors") and "/" not in item.name]
     if not names:
         raise LockError("no-shards", f"{repo}@{revision} holds no .safetensors file", file=endpoint)
-    lacking = missing_shards(names)
+    lacking = [] if overlay else missing_shards(names)
     if lacking:
         raise LockError("missing-file", f"{len(lacking)} shards are missing on the server", file=lacking[0])
-    if "config.json" not in by_name:
+    if "config.json" not in by_name and not overlay:
         raise LockError("missing-file", f"{repo}@{revision} has no config.json", file="config.json")
-    raw = client.read("config.json", 0, CONFIG_LIMIT + 1)
+    raw = b"{}" if overlay else client.read("config.json", 0, CONFIG_LIMIT + 1)
     with ThreadPoolExecutor(max_workers=workers) as pool:
         headers = list(pool.map(lambda name: client.header(name, by_name[name].size), names))
     source = {"kind": "hub", "endpoint": client.endpoint, "repo": repo, "revision": commit, "asked": revision}
     known = [
-        item._replace(sha256=hashlib.sha256(raw).hexdigest()) if item.name == "config.json" else item
+        item._replace(sha256=hashlib.sha256(raw).hexdigest())
+        if item.name == "config.json" and not overlay
+        else item
         for item in files
+        if not overlay or item.name in names
     ]
     return _from_headers(headers, raw, known, source, [])
 

@@ -22,6 +22,9 @@ DIRECTORY = "/var/lib/sparkfleet/releases"
 #: What a release consists of. All are strings; none is a secret and none changes while the release is the
 # same.
 KEYS = ("image_content", "model_lock", "rank_file", "launch_hash")
+#: Directories on this node that the release needs, so that nothing else has to guess what may go. Not part of
+#: the identity: the same release may learn of them later.
+PATHS = "paths"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 
 
@@ -63,7 +66,13 @@ def content(release: Mapping[str, Any]) -> dict[str, str]:
             ", ".join(KEYS),
             "commit after the gates, with what the plan and the image role return",
         )
-    return {str(key): str(value) for key, value in sorted(release.items()) if key != "committed_at"}
+    left_out = ("committed_at", PATHS)
+    return {str(key): str(value) for key, value in sorted(release.items()) if key not in left_out}
+
+
+def paths_of(release: Mapping[str, Any]) -> list[str]:
+    """The directories of a release, each once."""
+    return sorted({str(path) for path in release.get(PATHS) or []})
 
 
 def commit(
@@ -71,22 +80,16 @@ def commit(
 ) -> dict[str, Any]:
     """The marker after committing `release` at the time `now` (ISO 8601, UTC); the same marker when it is
     current."""
-    wanted = content(release)
+    wanted, paths = content(release), paths_of(release)
+    new = {**wanted, **({PATHS: paths} if paths else {}), "committed_at": now}
     if marker is None:
-        return {
-            "schema": SCHEMA,
-            "replica": replica,
-            "current": {**wanted, "committed_at": now},
-            "previous": None,
-        }
-    if content(marker["current"]) == wanted:
-        return dict(marker)
-    return {
-        "schema": SCHEMA,
-        "replica": replica,
-        "current": {**wanted, "committed_at": now},
-        "previous": dict(marker["current"]),
-    }
+        return {"schema": SCHEMA, "replica": replica, "current": new, "previous": None}
+    current = marker["current"]
+    if content(current) == wanted:
+        if not paths or paths_of(current) == paths:
+            return dict(marker)
+        return {**marker, "current": {**current, PATHS: paths}}
+    return {"schema": SCHEMA, "replica": replica, "current": new, "previous": dict(current)}
 
 
 def render(marker: Mapping[str, Any]) -> str:

@@ -1080,7 +1080,7 @@ def audit(lock: ModelLock) -> list[str]:
     tensors = lock.tensors
     shadowed = lock.shadowed
     if shadowed:
-        tensor, loser = shadowed[0]
+        tensor, loser = min(shadowed)
         warnings.append(
             f"{len(shadowed)} tensors are in several shards, the last in byte order wins: "
             f"{tensor} is read from {tensors[tensor].file}, not from {loser}"

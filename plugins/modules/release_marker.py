@@ -25,8 +25,8 @@ options:
   release:
     description:
       - The identity of what runs. C(image_content), C(model_lock), C(rank_file) and C(launch_hash) are
-        required; further
-        keys are kept as text.
+        required; C(paths) are the directories that it needs, for M(sparkfleet.serving.unused_data); further keys
+        are kept as text.
     type: dict
   directory:
     description: Where the markers are kept.

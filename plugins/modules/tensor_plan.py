@@ -131,6 +131,37 @@ options:
     type: str
     choices: [start, restart, running, prepare]
     default: start
+  overlay:
+    description:
+      - A repository with other weights for some tensors of O(hub). The plan is that of both together, in the
+        engine's own precedence.
+    type: dict
+    suboptions:
+      endpoint:
+        description: Address of a Hub-compatible server.
+        type: str
+        default: https://huggingface.co
+      repo:
+        description: Owner and name.
+        type: str
+        required: true
+      revision:
+        description: Commit.
+        type: str
+        required: true
+      token:
+        description: Access token.
+        type: str
+      token_file:
+        description: File on the host that holds the token.
+        type: path
+      timeout:
+        description: Seconds to wait for an answer.
+        type: float
+        default: 30
+      lock_cache:
+        description: File on the host that keeps the overlay's own lock.
+        type: path
   engram:
     description: Where the Engram tables come from. Without it their size follows from the config.
     type: dict
@@ -224,6 +255,12 @@ lock:
   description: Digests, files with size and sha256, and totals of the checkpoint.
   returned: success
   type: dict
+overlay:
+  description: >-
+    Manifests of C(base) and C(overlay), and C(links): the files of both together, each with C(name),
+    C(layer) and C(source) (M(sparkfleet.serving.tree_view)).
+  returned: when O(overlay) is given
+  type: dict
 engram:
   description: Files, total and tables of the Engram source.
   returned: when O(engram) is given
@@ -241,7 +278,7 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import disk_budget, model_lock, replica_plan
+from ..module_utils import disk_budget, model_lock, overlay, replica_plan
 from ..module_utils.safetensors import PlanError
 
 
@@ -258,6 +295,23 @@ def token_of(source: dict[str, Any]) -> str:
     return str(source["token"] or "") or model_lock.read_token(source["token_file"] or "")
 
 
+def from_hub_or_kept(
+    hub: dict[str, Any], kept: model_lock.ModelLock | None, *, overlay: bool
+) -> model_lock.ModelLock:
+    """The lock of a repository; the kept one where it is of the same commit."""
+    if kept and kept.source.get("kind") == "hub" and kept.source.get("repo") == hub["repo"]:
+        if kept.source.get("revision") == hub["revision"]:
+            return kept
+        client = model_lock.HubClient(
+            hub["endpoint"], hub["repo"], hub["revision"], token_of(hub), timeout=hub["timeout"]
+        )
+        if client.list_files()[0] == kept.source.get("revision"):
+            return kept
+    return model_lock.from_hub(
+        hub["endpoint"], hub["repo"], hub["revision"], token_of(hub), timeout=hub["timeout"], overlay=overlay
+    )
+
+
 def find_lock(params: dict[str, Any]) -> model_lock.ModelLock:
     """The lock from the one source that was given, or from the cache where that is the same."""
     kept = _cached(params["lock_cache"])
@@ -268,32 +322,15 @@ def find_lock(params: dict[str, Any]) -> model_lock.ModelLock:
                 return kept
         return model_lock.from_directory(params["directory"])
     if params["hub"]:
-        hub = params["hub"]
-        if kept and kept.source.get("kind") == "hub" and kept.source.get("repo") == hub["repo"]:
-            if kept.source.get("revision") == hub["revision"]:
-                return kept
-            token = token_of(hub)
-            client = model_lock.HubClient(
-                hub["endpoint"], hub["repo"], hub["revision"], token, timeout=hub["timeout"]
-            )
-            if client.list_files()[0] == kept.source.get("revision"):
-                return kept
-        return model_lock.from_hub(
-            hub["endpoint"],
-            hub["repo"],
-            hub["revision"],
-            token_of(hub),
-            timeout=hub["timeout"],
-        )
+        return from_hub_or_kept(params["hub"], kept, overlay=False)
     given = params["lock"]
     if isinstance(given, dict):
         return model_lock.from_document(given)
     return model_lock.load(str(given))
 
 
-def keep_lock(module: AnsibleModule, lock: model_lock.ModelLock, result: dict[str, Any]) -> None:
+def keep_lock(module: AnsibleModule, path: str, lock: model_lock.ModelLock, result: dict[str, Any]) -> None:
     """Write the lock where it differs from the kept one; report changed and the difference."""
-    path = module.params["lock_cache"]
     if not path:
         return
     text = model_lock.dumps(lock)
@@ -301,11 +338,13 @@ def keep_lock(module: AnsibleModule, lock: model_lock.ModelLock, result: dict[st
         before = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         before = ""
-    result["changed"] = before != text
-    if not result["changed"]:
+    if before == text:
         return
+    result["changed"] = True
     if module._diff:
-        result["diff"] = {"before_header": path, "after_header": path, "before": before, "after": text}
+        result.setdefault("diff", []).append(
+            {"before_header": path, "after_header": path, "before": before, "after": text}
+        )
     if module.check_mode:
         return
     folder = Path(path).parent
@@ -365,6 +404,16 @@ def run(module: AnsibleModule) -> dict[str, Any]:
             tensor="lock",
             remedy="give hub or directory",
         )
+    base, merged = lock, None
+    if params["overlay"]:
+        changes = from_hub_or_kept(params["overlay"], _cached(params["overlay"]["lock_cache"]), overlay=True)
+        merged = overlay.merge(base, changes)
+        lock = merged.lock
+        result["overlay"] = {
+            "base": overlay.manifest(base.files, [item.name for item in base.files]),
+            "overlay": overlay.manifest(changes.files, list(changes.shards)),
+            "links": [link._asdict() for link in merged.links],
+        }
     tables = find_engram(params)
     request = replica_plan.Request(
         context=params["context"],
@@ -409,7 +458,9 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         ]
         judged = disk_budget.disk_for_node(plan, params["rank"], rows)
         plan["disk"] = [judged if row["rank"] == params["rank"] else row for row in plan["disk"]]
-    keep_lock(module, lock, result)
+    keep_lock(module, params["lock_cache"], base, result)
+    if merged is not None:
+        keep_lock(module, params["overlay"]["lock_cache"], changes, result)
     verify(module, lock, result)
     result["plan"] = plan
     result["lock"] = lock.summary()
@@ -426,6 +477,7 @@ def main() -> None:
         "token_file": {"type": "path", "no_log": False},
         "timeout": {"type": "float", "default": 30},
     }
+    changes = {**hub, "lock_cache": {"type": "path"}}
     engram = {
         "directory": {"type": "path"},
         "endpoint": {"type": "str", "default": "https://huggingface.co"},
@@ -438,6 +490,7 @@ def main() -> None:
         argument_spec={
             "directory": {"type": "path"},
             "hub": {"type": "dict", "options": hub},
+            "overlay": {"type": "dict", "options": changes},
             "lock": {"type": "raw"},
             "lock_cache": {"type": "path"},
             "verify": {"type": "path"},

@@ -64,8 +64,10 @@ SETTINGS: tuple[Row, ...] = (
     Row("WORKER_HF_CACHE", "variable", "sparkfleet_data_dir", "one data directory, the same on all nodes"),
     Row("MODEL_ID", "variable", "sparkfleet_model_repo"),
     Row("MODEL_REVISION", "variable", "sparkfleet_model_revision", "a 40-hex commit, never a branch"),
-    Row("ABLIT", "refused", "", "the abliterated overlay is not supported; 0 is accepted"),
-    Row("ABLIT_REVISION", "refused", "", "the abliterated overlay is not supported"),
+    Row(
+        "ABLIT", "variable", "sparkfleet_ablit", "own paths, rank files and release; nothing is mixed", _flag
+    ),
+    Row("ABLIT_REVISION", "variable", "sparkfleet_ablit_revision", "a 40-hex commit, never a branch"),
     Row(
         "HF_TOKEN",
         "variable",
@@ -187,7 +189,7 @@ SETTINGS: tuple[Row, ...] = (
 )
 BY_NAME: Mapping[str, Row] = {row.name: row for row in SETTINGS}
 #: Values of a refused name that mean "as it is here anyway".
-ACCEPTED = {"ABLIT": "0", "MEM_CHECK": "1", "TF_CUDA_SEGMENTS": "1"}
+ACCEPTED = {"MEM_CHECK": "1", "TF_CUDA_SEGMENTS": "1"}
 #: Names whose value is a secret and is never copied.
 SECRETS = ("HF_TOKEN", "TENSORFOLD_API_KEY")
 

@@ -68,7 +68,7 @@ def test_the_kept_lock_changes_once_and_never_in_check_mode(
     done = run(diff=True, **arguments)
     assert done["changed"]
     assert done["diff"] == predicted["diff"]
-    assert done["diff"]["after"] == cache.read_text()
+    assert done["diff"][0]["after"] == cache.read_text()
     assert cache.stat().st_mode & 0o777 == 0o644
     assert [p.name for p in cache.parent.iterdir()] == ["lock.json"]
     again = run(diff=True, **arguments)
@@ -207,4 +207,4 @@ def test_documentation_equals_the_arguments() -> None:
         assert f'"{name}": {{' in source, name
         assert option["description"], name
     assert yaml.safe_load(MODULE.EXAMPLES)
-    assert set(yaml.safe_load(MODULE.RETURN)) == {"plan", "lock", "engram", "verified"}
+    assert set(yaml.safe_load(MODULE.RETURN)) == {"plan", "lock", "overlay", "engram", "verified"}

@@ -108,10 +108,11 @@ def test_values_are_translated() -> None:
             "HF_TOKEN": "hf_canary",
             "WORKER": "user@host",
             "WHAT": "1",
-            "ABLIT": "0",
+            "ABLIT": "1",
         }
     )
     assert result.variables == {
+        "sparkfleet_ablit": True,
         "sparkfleet_context": 524288,
         "sparkfleet_drafts": False,
         "ranks_min_available_gib": 109,
@@ -123,7 +124,7 @@ def test_values_are_translated() -> None:
 
 
 @pytest.mark.parametrize(
-    "pair", [("ABLIT", "1"), ("CONTEXT", "0"), ("DRAFTS", "yes"), ("TF_CUDA_SEGMENTS", "2"), ("PORT", "x")]
+    "pair", [("ABLIT", "2"), ("CONTEXT", "0"), ("DRAFTS", "yes"), ("TF_CUDA_SEGMENTS", "2"), ("PORT", "x")]
 )
 def test_what_cannot_be_brought_is_refused(pair: tuple[str, str]) -> None:
     assert S.translate(dict([pair])).problems

@@ -68,3 +68,23 @@ def test_absent(host: FakeHost) -> None:
     commit(host, ONE, "t1")
     assert commit(host, None, "t2")["changed"]
     assert not commit(host, None, "t3")["changed"]
+
+
+def test_paths_are_kept_without_being_identity(host: FakeHost) -> None:
+    path = release.marker_path(release.DIRECTORY, "pair-1")
+    commit(host, ONE, "t1")
+    learned = release.ensure(
+        host, release.DIRECTORY, "pair-1", {**ONE, "paths": ["/d/b", "/d/a", "/d/b"]}, now="t2", check=False
+    )
+    assert learned["changed"] and learned["previous"] is None
+    assert learned["current"]["paths"] == ["/d/a", "/d/b"]
+    assert learned["current"]["committed_at"] == "t1"
+    text = host.read(path)
+    again = release.ensure(
+        host, release.DIRECTORY, "pair-1", {**ONE, "paths": ["/d/b", "/d/a"]}, now="t3", check=False
+    )
+    assert not again["changed"] and host.read(path) == text
+    second = release.ensure(
+        host, release.DIRECTORY, "pair-1", {**TWO, "paths": ["/d/c"]}, now="t4", check=False
+    )
+    assert (second["current"]["paths"], second["previous"]["paths"]) == (["/d/c"], ["/d/a", "/d/b"])

@@ -1,0 +1,202 @@
+"""What nobody uses is found and goes on request; everything else stays, whoever it belongs to."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ansible_collections.sparkfleet.serving.plugins.module_utils import prune, tree
+
+from .conftest import fill, manifest, run_module
+
+
+def proven(root: Path, size: int = 1000, seed: int = 1) -> Path:
+    """A tree as the modules leave it: files and the proof beside it."""
+    fill(root, {"a.safetensors": size, "sub/config.json": 10}, seed)
+    files = tree.parse_files(manifest(root))
+    proof = tree.Proof()
+    tree.prove(root, tree.inspect(root, files, proof), proof)
+    proof.listing = files
+    tree.write_proof(tree.proof_path(root), proof)
+    return root
+
+
+class Node:
+    """A data directory with two releases, and what no release uses."""
+
+    def __init__(self, root: Path) -> None:
+        self.data = root / "data"
+        self.launches = root / "replicas"
+        self.used = proven(self.data / "models/o--m/v1")
+        self.before = proven(self.data / "models/o--m/v0")
+        self.old = proven(self.data / "models/o--m/v-1")
+        self.launched = proven(self.data / "rank-files/v1/0123456789abcdef0123")
+        self.rank_file = proven(self.data / "rank-files/v-1/0123456789abcdef0123")
+        self.partial = fill(self.data / "engram/o--e/.v2.partial", {"x": 5})
+        self.map = fill(self.data / "token-map/o--m/v-1", {"dsv41_token_map.json": 5})
+        self.cache = fill(self.data / "cache/0123456789ab", {"k": 7})
+        self.strange = [
+            fill(self.data / "models/mine/v1", {"no-proof": 5}),
+            fill(self.data / "cache/notes", {"x": 5}),
+            fill(self.data / "mine", {"x": 5}),
+        ]
+        self.mark(self.used, self.before)
+        (self.launches / "pair").mkdir(parents=True)
+        self.launch(self.launched)
+
+    def mark(self, current: Path | None, previous: Path | None) -> None:
+        def release(path: Path | None) -> dict[str, Any]:
+            return {"launch_hash": "x", **({"paths": [str(path)]} if path else {})}
+
+        (self.data / "releases").mkdir(exist_ok=True)
+        (self.data / "releases/pair.json").write_text(
+            json.dumps({"schema": 1, "current": release(current), "previous": release(previous)})
+        )
+
+    def launch(self, path: Path) -> None:
+        mounts = [{"source": str(path), "target": "/x"}]
+        (self.launches / "pair/launch.json").write_text(json.dumps({"container": {"mounts": mounts}}))
+
+    def run(self, state: str = "absent", check: bool = False, **more: Any) -> dict[str, Any]:
+        given = {
+            "state": state,
+            "data_dir": str(self.data),
+            "releases": str(self.data / "releases"),
+            "launches": str(self.launches),
+            "docker_socket": str(self.data / "no.sock"),
+            **more,
+        }
+        return run_module("unused_data", given, check)
+
+    @property
+    def garbage(self) -> set[str]:
+        return {str(path) for path in (self.old, self.rank_file, self.partial, self.map, self.cache)}
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> Node:
+    return Node(tmp_path)
+
+
+def names(answer: dict[str, Any]) -> set[str]:
+    return {row["path"] for row in answer["unused"]}
+
+
+def files(root: Path) -> set[str]:
+    return {str(path) for path in root.rglob("*")}
+
+
+def test_it_is_listed_first_and_removed_on_request_alone(node: Node) -> None:
+    before = files(node.data)
+    listed = node.run("listed")
+    predicted = node.run(check=True)
+    assert (listed["changed"], predicted["changed"]) == (False, True)
+    assert names(listed) == names(predicted) == node.garbage
+    assert files(node.data) == before
+    removed = node.run()
+    assert removed["changed"] and names(removed) == node.garbage
+    assert not any(Path(path).exists() for path in node.garbage)
+    for path in (node.used, node.before, node.launched, *node.strange):
+        assert path.is_dir()
+    assert not tree.proof_path(node.old).exists() and tree.proof_path(node.used).exists()
+    assert not (node.data / "rank-files/v-1").exists(), "an empty parent goes too"
+    again = node.run()
+    assert (again["changed"], again["unused"]) == (False, [])
+
+
+def test_who_uses_what_is_said(node: Node) -> None:
+    used = {row["path"]: row["by"] for row in node.run("listed")["used"]}
+    assert used[str(node.used)] == "current release of pair"
+    assert used[str(node.before)] == "previous release of pair"
+    assert used[str(node.launched)] == "launch of pair"
+
+
+def test_what_the_inventory_names_stays(node: Node) -> None:
+    assert names(
+        node.run("listed", keep=[str(node.old), str(node.data / "rank-files/v-1")])
+    ) == node.garbage - {
+        str(node.old),
+        str(node.rank_file),
+    }
+
+
+def test_a_tree_with_somebody_elses_file_stays_and_is_named(node: Node) -> None:
+    (node.old / "notes.txt").write_text("mine")
+    (node.map / "other.json").write_text("mine")
+    answer = node.run()
+    assert {row["path"] for row in answer["foreign"]} == {str(node.old), str(node.map)}
+    assert (node.old / "notes.txt").read_text() == "mine"
+    assert node.map.is_dir() and not node.cache.exists()
+
+
+@pytest.mark.parametrize("break_it", ["paths", "previous", "marker", "launch", "lock"])
+def test_unknown_is_never_unused(node: Node, break_it: str) -> None:
+    held = None
+    if break_it == "paths":
+        node.mark(None, node.before)
+    elif break_it == "previous":
+        node.mark(node.used, None)
+    elif break_it == "marker":
+        (node.data / "releases/pair.json").write_text("{")
+    elif break_it == "launch":
+        (node.launches / "pair/launch.json").write_text("[]")
+    else:
+        (node.data / "locks").mkdir()
+        held = (node.data / "locks/fetch-0123").open("w")
+        fcntl.flock(held, fcntl.LOCK_EX)
+    try:
+        before = files(node.data)
+        assert len(node.run("listed")["unknown"]) == 1
+        for check in (True, False):
+            assert "nothing is removed" in node.run(check=check)["msg"]
+        assert files(node.data) == before
+    finally:
+        if held is not None:
+            held.close()
+
+
+def test_a_docker_that_does_not_answer_is_unknown(node: Node) -> None:
+    (node.data / "no.sock").write_text("not a socket")
+    assert "Docker does not say" in node.run()["msg"]
+    assert node.old.exists()
+
+
+def test_a_container_and_an_export_are_users_of_what_they_hold() -> None:
+    found = [
+        prune.Found(Path("/d/models/o--m/v1"), "models"),
+        prune.Found(Path("/d/engram/o--e/v1"), "engram"),
+    ]
+    uses = prune.container_uses(
+        [{"Names": ["/x"], "Mounts": [{"Source": "/d/models/o--m/v1/sub"}, {"Type": "tmpfs"}]}]
+    )
+    uses.update(prune.export_uses(['# a\n"/d/engram" 10.77.0.2(ro)\n']))
+    prune.mark(found, uses)
+    assert [one.used_by for one in found] == ["container x", "an NFS export"]
+    other = [prune.Found(Path("/d/models/o--m/v10"), "models")]
+    prune.mark(other, uses)
+    assert other[0].unused, "a name that begins alike is another directory"
+
+
+def test_a_link_elsewhere_frees_nothing(node: Node) -> None:
+    shard = node.old / "a.safetensors"
+    (node.used / "a.safetensors").unlink()
+    os.link(shard, node.used / "a.safetensors")
+    rows = {row["path"]: row["bytes"] for row in node.run("listed")["unused"]}
+    assert rows[str(node.old)] == 10
+    shutil.rmtree(node.used)
+    rows = {row["path"]: row["bytes"] for row in node.run("listed")["unused"]}
+    assert rows[str(node.old)] == 1010
+
+
+def test_links_are_not_followed(node: Node, tmp_path: Path) -> None:
+    outside = proven(tmp_path / "outside/o--m/v9")
+    (node.data / "models/o--x").mkdir()
+    (node.data / "models/o--x/v9").symlink_to(outside)
+    (node.data / "kit").symlink_to(tmp_path / "outside")
+    node.run()
+    assert outside.is_dir()
