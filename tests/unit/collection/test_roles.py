@@ -117,6 +117,19 @@ def test_no_task_upgrades_the_system(path: Path) -> None:
         assert "upgrade" not in arguments and arguments.get("state") != "latest", task.get("name")
 
 
+@pytest.mark.field("B49", "B52")
+@pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_holds_are_opt_in_and_lifted_by_an_upgrade_only(path: Path) -> None:
+    """A run that prepares or serves neither holds what nobody asked it to, nor lifts what is held."""
+    document = load(path)
+    for play in document if isinstance(document, list) and path.parent.name == "playbooks" else []:
+        for role in play.get("roles", []):
+            if role == "sparkfleet.serving.package_holds" or role.get("role", "").endswith(".package_holds"):
+                assert "sparkfleet_hold_packages | default(false)" in role["when"]
+    if path.name not in {"upgrade.yml", "argument_specs.yml"}:
+        assert "package_holds_state: released" not in path.read_text(), "only an upgrade lifts holds"
+
+
 @pytest.mark.field("B86")
 def test_one_connection_a_node_serves_a_whole_run() -> None:
     """A login a poll wakes the desktop's callbacks; status asks each node once."""
