@@ -28,5 +28,6 @@ FAULTS = (
     ),
     _file("engine-collapsed", "every token is the same, as with damaged weights (rank 0)"),
     _file("engine-silent", "replies are empty (rank 0)"),
+    _file("engine-socket", "NCCL finds no RDMA device and falls back to TCP, without an error"),
     _file("engine-nccl", "the next connection of NCCL fails (error 2), the one after it works"),
 )

@@ -9,7 +9,7 @@ FAULTS = (
     Fault(
         "gid-drift",
         "the RoCE v2 entry of IPv4 moved to another slot; its v1 twin stayed at 2",
-        "slot",
+        "slot, or slot:rail for one of the rails 0 and 1",
         default="4",
     ),
     Fault("gid-late", "an entry appears only some time after its address", "seconds", default="8"),

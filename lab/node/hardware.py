@@ -90,11 +90,17 @@ def has_carrier(link: NetState) -> bool:
     return "LOWER_UP" in link.get("flags", [])
 
 
-def gid_faults() -> GidFaults:
-    drift, late = fault("gid-drift"), fault("gid-late")
+def drifted(value: str | None, half: int) -> int | None:
+    """The slot that `gid-drift` gives this half: ``SLOT`` for both rails, ``SLOT:RAIL`` for one of them."""
+    slot, _colon, rail = (value or "4").partition(":")
+    return int(slot) if value is not None and rail in ("", str(half)) else None
+
+
+def gid_faults(half: int) -> GidFaults:
+    late = fault("gid-late")
     return GidFaults(
         hole=fault("gid-hole") is not None,
-        drift=None if drift is None else int(drift or 4),
+        drift=drifted(fault("gid-drift"), half),
         late=0.0 if late is None else float(late or 8),
         shift=fault("gid-shift") is not None,
     )
@@ -139,7 +145,7 @@ class Hardware:
     def rdma(self, function: Function, link: NetState, first: str, now: float) -> Tree:
         table = self.tables.setdefault(function.rdma, GidTable(eui64(link["address"])))
         table.default = eui64(link["address"])
-        table.update([info["local"] for info in link.get("addr_info", [])], now, gid_faults())
+        table.update([info["local"] for info in link.get("addr_info", [])], now, gid_faults(function.half))
         up = has_carrier(link)
         stats = link.get("stats64", {})
         gids: Tree = {}

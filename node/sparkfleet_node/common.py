@@ -47,6 +47,16 @@ def boot_id(host: Host) -> str:
     return (host.read("/proc/sys/kernel/random/boot_id") or "").strip()
 
 
+def since_boot(host: Host) -> float:
+    """Seconds since this system's services began to start (a soft reboot counts, as does a container's
+    boot).
+    """
+    answer = host.run(["systemctl", "show", "-p", "UserspaceTimestampMonotonic", "--value"])
+    if answer.ok and answer.out.strip().isdigit():
+        return time.monotonic() - int(answer.out) / 1e6
+    return float((host.read("/proc/uptime") or "1e9").split()[0])
+
+
 class Status:
     """The agent's status file, replaced whole at every change (so a reader never sees a half)."""
 
@@ -82,6 +92,10 @@ def sd_notify(*fields: str) -> bool:
     return True
 
 
+class Final(Refusal):
+    """A refusal that waiting does not change."""
+
+
 def until(
     attempt: Callable[[], T],
     seconds: float,
@@ -92,12 +106,14 @@ def until(
     sleep: Callable[[float], None] = time.sleep,
 ) -> T:
     """Call ``attempt`` until it does not raise ``Refusal``, at most ``seconds``; then its last one passes
-    on.
+    on. A ``Final`` one passes on at once.
     """
     end = clock() + seconds
     while True:
         try:
             return attempt()
+        except Final:
+            raise
         except Refusal:
             if stopped() or clock() >= end:
                 raise

@@ -21,9 +21,12 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.rails import (
     one_gid_index,
 )
 
-from .common import load_launch, until
+from .common import Final, load_launch, until
 
 HELP = "print the GID index of the rails of a replica"
+
+WANTED = "one RoCE v2 entry with the rail's address on every rail, at one index"
+REMEDY = "check `ip address` of the rails; bring both down and up together, or restart the node"
 
 
 def resolve_now(host: Host, launch: Mapping[str, Any]) -> int:
@@ -36,17 +39,16 @@ def resolve_now(host: Host, launch: Mapping[str, Any]) -> int:
             table = gid_table(reader, f"/sys/class/infiniband/{hca}/ports/1")
             address = str(rail["address"]).partition("/")[0]
             choices.append(choose_gid({hca: {"gids": table}}, hca, str(rail["netdev"]), address))
+    except RailError as error:
+        raise Refusal(str(error), "", WANTED, REMEDY) from error
+    try:
         index = one_gid_index(choices)
     except RailError as error:
-        raise Refusal(
-            str(error),
-            "",
-            "one RoCE v2 entry with the rail's address on every rail, at one index",
-            "check `ip address` of the rails; bring both down and up together, or restart the node",
-        ) from error
+        # Every rail has its entry, and entries stay where they are.
+        raise Final(str(error), "", WANTED, REMEDY) from error
     fixed = launch["gid"].get("fixed")
     if fixed is not None and index != fixed:
-        raise Refusal(
+        raise Final(
             f"this engine build has GID index {fixed} compiled in",
             f"index {index} on this node",
             f"index {fixed}",

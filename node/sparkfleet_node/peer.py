@@ -43,7 +43,7 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_state impo
     read_json,
 )
 
-from .common import boot_id
+from .common import boot_id, since_boot
 
 LOG = logging.getLogger(__name__)
 HELP = "serve the ranks of the same replica on the rail addresses"
@@ -91,6 +91,7 @@ def answer_state(host: Host, replica: str, _body: Json) -> Json:
         "tail": agent.get("tail", []),
         "guard": guard,
         "boot_id": boot_id(host),
+        "up_s": round(since_boot(host), 1),
         "now": round(time.time(), 1),
     }
 

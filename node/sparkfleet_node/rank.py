@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ansible_collections.sparkfleet.serving.plugins.module_utils import peer_wire
+from ansible_collections.sparkfleet.serving.plugins.module_utils import peer_wire, release
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import (
     DockerApi,
     DockerError,
@@ -29,10 +29,14 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api impo
 from ansible_collections.sparkfleet.serving.plugins.module_utils.endpoint import rail_bytes
 from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Host, Refusal
 from ansible_collections.sparkfleet.serving.plugins.module_utils.launch import create_body
-from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_state import container_view, read_json
+from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_state import (
+    boot_note,
+    container_view,
+    read_json,
+)
 
 from . import gate, gid, logs
-from .common import Status, load_launch, sd_notify, until
+from .common import Status, load_launch, sd_notify, since_boot, until
 
 LOG = logging.getLogger(__name__)
 HELP = "run the rank of a replica (for systemd)"
@@ -47,17 +51,11 @@ EXIT_PEER_LOST = 70
 BOOT_S = 900.0
 BOOT_WAIT_S = 600.0
 WAIT_S = 60.0
+#: Seconds that a start at boot gives a peer to show that it comes along.
+COMPANY_S = 30.0
 #: Seconds between two questions to a peer, and how many answers in a row make it gone.
 PEER_EVERY_S = 5.0
 PEER_COUNT = 3
-
-
-def since_boot(host: Host) -> float:
-    """Seconds since this system's services began to start (a soft reboot counts, as does a container's boot)."""
-    answer = host.run(["systemctl", "show", "-p", "UserspaceTimestampMonotonic", "--value"])
-    if answer.ok and answer.out.strip().isdigit():
-        return time.monotonic() - int(answer.out) / 1e6
-    return float((host.read("/proc/uptime") or "1e9").split()[0])
 
 
 class Ended(Exception):
@@ -157,6 +155,53 @@ class Rank:
                     "equal launch contracts",
                     "run site.yml for all members of the replica together",
                 )
+
+    def take_boot_note(self) -> bool:
+        """Whether the boot asks for this start; the note counts once."""
+        note = boot_note(self.replica)
+        found = self.host.exists(note)
+        if found:
+            with contextlib.suppress(OSError):
+                self.host.remove(note)
+        return found
+
+    def committed(self) -> None:
+        """This launch is the release that passed the gates: nobody watches a start at boot."""
+        directory = str(self.launch.get("release_dir") or release.DIRECTORY)
+        marker = release.read(self.host, directory, self.replica) or {}
+        current = (marker.get("current") or {}).get("launch_hash")
+        if current != self.launch["hash"]:
+            raise Refusal(
+                "this launch is not the committed release, so it is not started at boot",
+                f"release {current}" if current else f"no release in {directory}",
+                f"release {self.launch['hash']}",
+                "run site.yml, which commits what passes its gates, or start it yourself (playbook start)",
+            )
+
+    def company(self) -> None:
+        """Every peer starts with this node: it boots too, or its rank waits for this one.
+
+        A node that restarts alone finds its peers ended, or about to. Its rank would load and wait for them,
+        and half a replica serves nobody.
+        """
+        for other in self.launch["peers"]:
+
+            def comes(other: Mapping[str, Any] = other) -> None:
+                state = self.question(other, "state")
+                bound = (state.get("partners") or {}).get(str(self.rank))
+                if state["alive"] and bound in (None, self.status.values["run"]):
+                    return
+                if state["phase"] == "none" and float(state.get("up_s", BOOT_S)) < BOOT_S:
+                    return
+                raise Refusal(
+                    f"rank {other['rank']} on {other['name']} does not start with this node",
+                    f"{state['phase']}: {state['message']}",
+                    "a node that boots too, or a rank that waits for this one",
+                    "start the replica as a whole (playbook start)",
+                )
+
+            until(comes, min(COMPANY_S, self.wait_s()), stopped=self.stop.is_set)
+            self.check_stop()
 
     def turn(self) -> None:
         """The ranks of earlier waves run."""
@@ -397,11 +442,16 @@ class Rank:
     def run(self) -> int:
         """The whole life of the rank; returns the exit code."""
         try:
+            at_boot = self.take_boot_note()
             self.say("checking", "checking the node")
+            if at_boot:
+                self.committed()
             gate.check(self.host, self.docker, self.launch, self.gate_wait(), self.stop.is_set)
             self.check_stop()
             self.say("waiting", "comparing the launch with the peers")
             self.agree()
+            if at_boot:
+                self.company()
             self.turn()
             self.start()
             self.watch()

@@ -16,12 +16,14 @@ from typing import Any, NamedTuple
 
 from .docker_api import DockerApi, DockerError
 from .host_io import Host, Refusal
+from .launch import older
 from .peer_wire import PeerRefused, PeerUnreachable, ask, read_key
 from .rank_state import agent_view, container_view, install_id
 
 Json = dict[str, Any]
 
 PROMPT = "Count from one to five in words, separated by commas."
+GIB = 1 << 30
 #: Bytes of log that are searched for the transport: its start, where NCCL reports.
 LOG_BYTES = 16 << 20
 
@@ -350,9 +352,36 @@ def evidence(host: Host, docker: DockerApi, launch: Mapping[str, Any]) -> Json:
                 wanted,
                 "lower the context, or free memory on this node",
             )
+    warnings += loaded_warnings(launch, role, text)
+    nccl = launch["gates"].get("nccl")
+    version = re.search(nccl["match"], text) if nccl else None
+    if nccl and version and older(version.group(1), nccl["minimum"]):
+        warnings.append(
+            f"the rank runs NCCL {version.group(1)}, wanted {nccl['minimum']} or newer: {nccl['why']}"
+        )
     if launch["peers"] and not shown:
         warnings.append("nothing shows yet that this rank uses RDMA: neither its log nor the rail counters")
     return {"evidence": shown, "warnings": warnings, "granted": granted}
+
+
+def loaded_warnings(launch: Mapping[str, Any], role: str, text: str) -> list[str]:
+    """Where the engine says that it loaded another amount of weights than the rank file holds.
+
+    A warning: which parts the engine counts is not known exactly. Its number has two decimals.
+    """
+    planned = int((launch.get("rank_file") or {}).get("bytes") or 0) / GIB
+    warnings = []
+    for rule in launch["gates"].get("loaded", []):
+        found = re.search(rule["match"], text) if rule["on"] == role and planned else None
+        if found is None:
+            continue
+        loaded, slack = float(found.group(1)), 0.01 + planned / 100
+        if not planned - slack <= loaded <= planned + slack + float(rule["more_gib"]):
+            warnings.append(
+                f"the engine says it loaded {loaded:.2f} GiB, and the rank file has {planned:.2f} GiB: "
+                "compare the rank file with the plan (tf-dsv41-check in the image)"
+            )
+    return warnings
 
 
 def rail_bytes(host: Host, launch: Mapping[str, Any]) -> dict[str, int]:

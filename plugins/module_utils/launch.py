@@ -28,6 +28,11 @@ Value = Union[bool, int, float, str, None]
 
 SCHEMA = 1
 LAUNCH_SCHEMA = 1
+#: json-file whatever the daemon's default is: the agent reads the log back to save it.
+LOG_DRIVER = "json-file"
+LOG_OPTIONS = {"max-size": "100m", "max-file": "3"}
+#: Parts of a profile that judge a start instead of deciding what runs; changing them restarts nothing.
+AROUND = ("title", "gates", "health", "memory", "refused")
 #: The template that stays in the launch until the agent replaces it.
 GID_TEMPLATE = "{gid_index}"
 #: Default port of the peer service, next to the rendezvous port on the rail addresses.
@@ -302,6 +307,32 @@ PROFILE_SCHEMA: Json = {
                         },
                     },
                 },
+                "loaded": {
+                    "type": "array",
+                    "items": {
+                        "type": "object",
+                        "additionalProperties": False,
+                        "required": ["on", "match", "more_gib", "source"],
+                        "properties": {
+                            "on": {"type": "string", "enum": ["head", "workers"]},
+                            "match": {"type": "string"},
+                            "more_gib": {"type": "number", "minimum": 0},
+                            "source": {"type": "string"},
+                        },
+                    },
+                },
+                "nccl": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "required": ["label", "match", "minimum", "why", "source"],
+                    "properties": {
+                        "label": {"type": "string"},
+                        "match": {"type": "string"},
+                        "minimum": {"type": "string", "pattern": r"\d+(\.\d+)*"},
+                        "why": {"type": "string"},
+                        "source": {"type": "string"},
+                    },
+                },
                 "errors": {"type": "array", "items": {"type": "string"}},
             },
         },
@@ -311,6 +342,7 @@ PROFILE_SCHEMA: Json = {
             "properties": {
                 "path": {"type": "string"},
                 "running": {"type": "string"},
+                "prefilling": {"type": "string"},
                 "progress": {"type": "array", "items": {"type": "string"}},
                 "metrics": {
                     "type": "object",
@@ -541,6 +573,7 @@ class LaunchInput:
     log_dir: str = "/var/lib/sparkfleet/logs"
     log_keep: int = 10
     peer_port: int = PEER_PORT
+    release_dir: str = "/var/lib/sparkfleet/releases"
 
     @property
     def world(self) -> int:
@@ -809,7 +842,7 @@ def build(profile: Mapping[str, Any], given: LaunchInput) -> Json:
             switches[name] = _text(values[name])
     contract: Json = {
         "engine": profile["name"],
-        "profile": digest(dict(profile)),
+        "profile": digest({key: value for key, value in profile.items() if key not in AROUND}),
         "world": world,
         "image": given.image_content or given.image,
         "model": dict(given.model),
@@ -885,10 +918,12 @@ def build(profile: Mapping[str, Any], given: LaunchInput) -> Json:
         "rank_file": dict(given.rank_file),
         "served_name": values.get("served_name") or "",
         "context": values.get("context"),
+        "parallel": values.get("parallel"),
         "api_key": "api_key" in secret_names,
         "secrets": sorted(secret_names),
         "install_id": given.install_id,
         "logs": {"dir": given.log_dir, "keep": given.log_keep},
+        "release_dir": given.release_dir,
         "sources": sources,
     }
 
@@ -964,6 +999,28 @@ def logical(
     return found
 
 
+def older(version: str, minimum: str) -> bool:
+    """Whether a dotted version (what follows its numbers does not count) is below another."""
+
+    def numbers(text: str) -> list[int]:
+        found = re.match(r"\d+(\.\d+)*", text.strip())
+        return [int(part) for part in found.group(0).split(".")] if found else []
+
+    return numbers(version) < numbers(minimum)
+
+
+def nccl_warning(rule: Mapping[str, Any], image: str, labels: Mapping[str, Any]) -> str:
+    """What is to be said of an image whose label does not state the NCCL that the profile wants; else empty.
+
+    A label is the statement of whoever built the image. Nothing is refused: images of others carry none.
+    """
+    stated = str(labels.get(rule["label"]) or "")
+    if stated and not older(stated, rule["minimum"]):
+        return ""
+    found = f"states NCCL {stated}" if stated else f"has no label {rule['label']}, so its NCCL is not known"
+    return f"image {image} {found}; wanted: {rule['minimum']} or newer, because {rule['why']}"
+
+
 def contract_differences(mine: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
     """What two ranks disagree about, one sentence each; empty when they may form a replica."""
     differences = []
@@ -1007,8 +1064,7 @@ def create_body(launch: Mapping[str, Any], gid_index: int | None, devices: Seque
         "Devices": [
             {"PathOnHost": path, "PathInContainer": path, "CgroupPermissions": "rwm"} for path in devices
         ],
-        # json-file whatever the daemon's default is: the agent reads the log back to save it.
-        "LogConfig": {"Type": "json-file", "Config": {"max-size": "100m", "max-file": "3"}},
+        "LogConfig": {"Type": LOG_DRIVER, "Config": dict(LOG_OPTIONS)},
     }
     if spec.get("runtime"):
         host["Runtime"] = spec["runtime"]
@@ -1069,6 +1125,8 @@ def render(
     for path in spec["devices"] if devices is None else devices:
         lines.append(f"--device {path}")
     lines.append(f"--restart {spec['restart']}")
+    lines.append(f"--log-driver {LOG_DRIVER}")
+    lines += [f"--log-opt {name}={value}" for name, value in LOG_OPTIONS.items()]
     for mount in spec["mounts"]:
         options = [
             *(["ro"] if mount["read_only"] else []),
@@ -1109,16 +1167,24 @@ def annotated(profile: Mapping[str, Any], launches: Sequence[Mapping[str, Any]])
         spec, sources = launch["container"], launch["sources"]
         lines.append(f"-- {launch['node']}: rank {launch['rank']} of {launch['world']}")
         lines.append(line(f"--name {spec['name']}", body["name"]["source"]))
+        lines += [line(f"--label {name}={value}", "-") for name, value in sorted(spec["labels"].items())]
         flags = {"gpus": "--gpus", "runtime": "--runtime", "network": "--network", "ipc": "--ipc"}
+        flags.update({"shm_bytes": "--shm-size", "oom_score_adj": "--oom-score-adj"})
         for key, flag in flags.items():
-            if key in body:
+            if spec.get(key):
                 lines.append(line(f"{flag} {spec[key]}", body[key]["source"]))
+        if spec["init"]:
+            lines.append(line("--init", body["init"]["source"]))
         for name, value in sorted((body.get("ulimits") or {}).items()):
             lines.append(line(f"--ulimit {name}={value['value']}", value["source"]))
         for value in body.get("capabilities", []):
             lines.append(line(f"--cap-add {value['value']}", value["source"]))
         for value in body.get("devices", []):
             lines.append(line(f"--device {value['value']}", value["source"]))
+        # The seed author's launcher and its relatives set no restart policy.
+        lines.append(line(f"--restart {spec['restart']}", "M2"))
+        lines.append(line(f"--log-driver {LOG_DRIVER}", "-"))
+        lines += [line(f"--log-opt {name}={value}", "-") for name, value in LOG_OPTIONS.items()]
         by_target = {mount["target"]: mount["source"] for mount in profile["mounts"]}
         by_target.update({secret["target"]: secret["source"] for secret in profile.get("secrets", [])})
         for mount in spec["mounts"]:
@@ -1126,6 +1192,9 @@ def annotated(profile: Mapping[str, Any], launches: Sequence[Mapping[str, Any]])
             lines.append(line(f"-v {mount['source']}:{mount['target']}{mode}", by_target[mount["target"]]))
         for name, text in sorted(spec["env"].items()):
             lines.append(line(f"-e {name}={text}", sources["env"][name]))
+        if spec["entrypoint"]:
+            lines.append(line(f"--entrypoint {json.dumps(spec['entrypoint'])}", "-"))
+        lines.append(line(spec["image"], "-"))
         for entry in sources["argv"]:
             lines.append(line(" ".join(map(_quoted, entry["words"])), entry["source"]))
     return "\n".join(lines) + "\n"

@@ -504,6 +504,41 @@ def _memory(node: str, probe: Mapping[str, Any], options: Options) -> list[Refus
     ]
 
 
+#: Free blocks of 16 MiB or more below which loads were seen to crawl or fail; a fresh boot has 780 to 1400
+#: (local-inference-lab/sparkring#173, MiaAI-Lab/GLM-5.3-Flash-EXL3-2x-DGX-Sparks#23).
+LARGE_BLOCK, LARGE_BLOCKS = 16 << 20, 60
+
+
+def large_blocks(memory: Mapping[str, Any], page_size: Any) -> int | None:
+    """Free blocks of at least 16 MiB, in units of 16 MiB; None where the kernel keeps no blocks that large."""
+    found = None
+    for zone in memory.get("buddyinfo") or []:
+        for order, count in enumerate(zone.get("free_blocks") or []):
+            block = int(page_size or 0) << order
+            if block >= LARGE_BLOCK:
+                found = (found or 0) + int(count) * (block // LARGE_BLOCK)
+    return found
+
+
+def _fragmented(node: str, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    """Memory in pieces: a warning, because the figure is from two sites and the load may work all the same."""
+    if not options.start or owned_running(probe):
+        return []
+    blocks = large_blocks(probe.get("memory") or {}, (probe.get("kernel") or {}).get("page_size"))
+    if blocks is None or blocks >= LARGE_BLOCKS:
+        return []
+    return [
+        Refusal(
+            "memory-pieces",
+            node,
+            f"{blocks} free blocks of 16 MiB",
+            f"{LARGE_BLOCKS} or more before a start",
+            "restart the node before the load: a fresh boot has about a thousand",
+            level="warn",
+        )
+    ]
+
+
 def _disk(node: str, rank: int, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
     """What will be written against what is free, by filesystem; what lies there already is not asked for twice."""
     found = []
@@ -702,6 +737,7 @@ def node_refusals(
         *_ports(node, probe, options),
         *_killers(node, probe),
         *_memory(node, probe, options),
+        *_fragmented(node, probe, options),
         *_disk(node, member.rank, probe, options),
     ]
 

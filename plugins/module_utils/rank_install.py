@@ -15,7 +15,7 @@ from typing import Any
 
 from .docker_api import DockerApi, DockerError, DockerNotFound
 from .host_io import Host, Refusal, text_diff, unit_state
-from .launch import LaunchError, LaunchInput, Member, Rail, build, render
+from .launch import LaunchError, LaunchInput, Member, Rail, build, nccl_warning, render
 from .probe.net import gid_table
 from .probe.reader import Reader
 from .rails import RailError, choose_gid, one_gid_index
@@ -28,12 +28,14 @@ from .rank_state import (
     RUN,
     SECRETS,
     UNIT_DIR,
+    boot_note,
     boot_unit,
     container_view,
     install_id,
     key_path,
     launch_path,
     local_view,
+    plan_path,
     rank_unit,
     read_json,
     status_path,
@@ -246,6 +248,7 @@ class Node:
                     log_dir=str(params["log_dir"]),
                     log_keep=int(params["log_keep"]),
                     peer_port=int(params["peer_port"]),
+                    release_dir=str(params["release_dir"]),
                 ),
             )
         except LaunchError as error:
@@ -285,10 +288,27 @@ class Node:
                 False,
             ),
         ]
+        plan = self.params.get("plan") or {}
+        if plan:
+            wanted.append((plan_path(self.replica), self.planned_text(launch, plan), 0o644, False))
         path, content, write = self.api_key()
         if write:
             wanted.append((path, content + "\n", 0o600, True))
         return wanted
+
+    def planned_text(self, launch: Mapping[str, Any], plan: Mapping[str, Any]) -> str:
+        """The plan of this launch as it was when the launch was written.
+
+        A plan has live numbers in it (MemAvailable). They must not make a later run write anything, so a plan
+        stays as it is while its launch does.
+        """
+        try:
+            kept = read_json(self.host, plan_path(self.replica))
+        except Refusal:
+            kept = None
+        if kept is not None and kept.get("launch") == launch["hash"]:
+            return self.host.read(plan_path(self.replica)) or ""
+        return json.dumps({"launch": launch["hash"], "plan": plan}, indent=1, sort_keys=True) + "\n"
 
     def mode(self, path: str) -> int | None:
         try:
@@ -344,6 +364,7 @@ class Node:
         index = gid_now(self.host, launch)
         return {
             "changed": False,
+            "warnings": self.image_warnings(launch),
             "replica": self.replica,
             "rank": launch["rank"],
             "name": launch["node"],
@@ -362,6 +383,19 @@ class Node:
             "gid_started": view["agent"].get("gid_index") if view["verdict"] == "running" else None,
             "command": render(launch, index),
         }
+
+    def image_warnings(self, launch: Mapping[str, Any]) -> list[str]:
+        """What the labels of the image leave to be said; nothing of an image that is not here yet."""
+        rule = launch["gates"].get("nccl")
+        if not rule:
+            return []
+        image = str(launch["container"]["image"])
+        try:
+            found = self.docker.image_inspect(image)
+        except DockerError:
+            return []
+        text = nccl_warning(rule, image, (found.get("Config") or {}).get("Labels") or {})
+        return [text] if text else []
 
     def look(self, launch: Mapping[str, Any]) -> Json:
         return container_view(self.docker, str(launch["container"]["name"]), self.replica, self.install)
@@ -478,6 +512,8 @@ class Node:
             return {"changed": True, "verdict": "running", "diff": [diff]}
         if view["verdict"] == "stale":
             self.halt(view)
+        # Somebody asks for this start: a note of the boot that nobody took does not count for it.
+        self.host.remove(boot_note(self.replica))
         self.host.run(["systemctl", "reset-failed", unit])
         answer = self.host.run(["systemctl", "start", unit], timeout=1860.0)
         after = local_view(self.host, self.docker, self.replica)
@@ -542,6 +578,7 @@ class Node:
             "changed": True,
             "verdict": "stopped",
             "log": view["agent"].get("log", ""),
+            "warnings": [text for text in [str(view["agent"].get("log_warning") or "")] if text],
             "message": view["agent"].get("message", ""),
             "diff": [diff],
         }

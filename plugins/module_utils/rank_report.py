@@ -22,6 +22,7 @@ from .rank_state import (
     key_path,
     launch_path,
     local_view,
+    plan_path,
     rank_unit,
     read_json,
     status_path,
@@ -29,6 +30,8 @@ from .rank_state import (
 
 Json = dict[str, Any]
 GIB = 1 << 30
+#: Where the guard writes down what it saw (``sparkfleet-node guard``).
+GUARD_RECORDS = "/var/lib/sparkfleet/guard"
 
 #: Kernel lines that explain failures on a Spark (tensorfold.md 7, field B54); healthy starts print some too.
 KERNEL = re.compile(r"NVRM|Xid|AER:|mlx5|Out of memory|oom-kill|nvme|I/O error|segfault", re.IGNORECASE)
@@ -54,6 +57,14 @@ def local_endpoint(host: Host, launch: Mapping[str, Any], timeout: float = 10.0)
     bound = str(launch["ports"].get("api_host") or "")
     address = "127.0.0.1" if bound in ("", "0.0.0.0", "::") else bound  # noqa: S104
     return Endpoint(address, int(launch["ports"]["api"]), api_key(host, launch), timeout)
+
+
+def number(health: Mapping[str, Any], path: str) -> float:
+    """A number of ``/health`` by its dotted path; 0 where there is none."""
+    value: Any = health
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def serving(
@@ -91,6 +102,9 @@ def serving(
         moved = [name for name in names.get("progress", []) if second.get(name) != first.get(name)]
         if moved:
             return {"serving": "serving", "why": f"{busy} requests run, {moved[0]} moves", "health": second}
+        if number(second, str(names.get("prefilling", ""))):
+            why = f"{busy} requests run; a prompt is read, which takes minutes and moves no counter"
+            return {"serving": "running", "why": why, "health": second}
         return {
             "serving": "stalled",
             "why": f"{busy} requests run and no counter moved in {sample_s:g} s",
@@ -158,6 +172,12 @@ def saved_log(host: Host, path: str) -> str:
         return ""
 
 
+def guard_records(host: Host, replica: str) -> str:
+    """The last five records of the guard: why it ended a replica, with the low-water mark and the last samples."""
+    names = [name for name in host.listdir(GUARD_RECORDS) if name.startswith(f"{replica}-")]
+    return "\n".join(host.read(f"{GUARD_RECORDS}/{name}") or "" for name in names[-5:])
+
+
 def bundle(host: Host, docker: DockerApi, replica: str, directory: str, keep: int = 10) -> Json:
     """Write what explains a failure into one archive, redacted: ``<replica>-<time>-bundle-rankN.tar.gz``.
 
@@ -182,6 +202,8 @@ def bundle(host: Host, docker: DockerApi, replica: str, directory: str, keep: in
         "status.json": host.read(status_path(replica)) or "",
         "view.json": json.dumps(view, indent=1, sort_keys=True, default=str),
         "launch.json": host.read(launch_path(replica)) or "",
+        "plan.json": host.read(plan_path(replica)) or "",
+        "guard-records.json": guard_records(host, replica),
         "guard.json": host.read(f"{RUN}/{replica}/guard.json") or "",
         "trip.json": host.read(f"{RUN}/{replica}/trip.json") or "",
         "meminfo": host.read("/proc/meminfo") or "",
@@ -211,9 +233,13 @@ def bundle(host: Host, docker: DockerApi, replica: str, directory: str, keep: in
     try:
         folder = host.path(directory)
         folder.mkdir(parents=True, exist_ok=True, mode=0o750)
-        target = folder / name
-        target.write_bytes(data.getvalue())
-        target.chmod(0o640)
+        target, partial = folder / name, folder / f".{name}.partial"
+        try:
+            partial.write_bytes(data.getvalue())
+            partial.chmod(0o640)
+            partial.rename(target)
+        finally:
+            partial.unlink(missing_ok=True)
         olds = sorted(Path(folder).glob(f"{replica}-*-bundle-rank*.tar.gz"))
         for old in olds[: -max(1, keep)]:
             old.unlink()

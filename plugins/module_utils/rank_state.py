@@ -45,6 +45,16 @@ def status_path(replica: str) -> str:
     return f"{RUN}/{replica}/rank.json"
 
 
+def boot_note(replica: str) -> str:
+    """The file by which ``boot`` tells the rank that nobody asked for this start but the boot itself."""
+    return f"{RUN}/{replica}/boot.json"
+
+
+def plan_path(replica: str) -> str:
+    """What was planned for the launch of this node, kept beside it for whoever explains a failure."""
+    return f"{REPLICAS}/{replica}/plan.json"
+
+
 def rank_unit(replica: str) -> str:
     return f"sparkfleet-rank@{replica}.service"
 

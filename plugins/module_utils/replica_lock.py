@@ -40,6 +40,29 @@ def age(seconds: float) -> str:
     return f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min"
 
 
+def _broken(host: Host, path: str, dead: str) -> Json | None:
+    """Take the lock of the run ``dead`` away; what then holds the replica (None: nobody).
+
+    Two people may break the same lock at once. It is moved aside first and read there, so that the second of
+    them does not remove the new lock of the first.
+    """
+    aside = host.path(f"{path}.broken-{os.getpid()}")
+    try:
+        host.path(path).rename(aside)
+    except FileNotFoundError:
+        return None
+    found = read(host, f"{path}.broken-{os.getpid()}") or {}
+    try:
+        if found.get("run") != dead:
+            os.link(aside, host.path(path))
+            return found
+    except FileExistsError:
+        return read(host, path)
+    finally:
+        aside.unlink()
+    return None
+
+
 def acquire(host: Host, path: str, run: str, owner: str, origin: str, *, force: str = "") -> Json:
     """Take the lock for ``run``. Held by the same run is success; held by another is refused.
 
@@ -49,8 +72,7 @@ def acquire(host: Host, path: str, run: str, owner: str, origin: str, *, force: 
     if holder is not None and holder.get("run") == run:
         return {"changed": False, "holder": holder}
     if holder is not None and force and holder.get("run") == force:
-        host.remove(path)
-        holder = None
+        holder = _broken(host, path, force)
     mine: Json = {"run": run, "owner": owner, "host": origin, "since": round(time.time())}
     target = host.path(path)
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -96,6 +96,14 @@ options:
     description: How many logs of this rank are kept; 0 saves none.
     type: int
     default: 10
+  release_dir:
+    description: Where the release markers are. A start at boot wants this launch to be the committed release.
+    type: str
+    default: /var/lib/sparkfleet/releases
+  plan:
+    description: The plan behind this launch, kept beside it for whoever explains a failure.
+    type: dict
+    default: {}
   peer_port:
     description: Port of the peer service on the rail addresses.
     type: int
@@ -243,6 +251,8 @@ def main() -> None:
             "min_available_gib": {"type": "float"},
             "log_dir": {"type": "str", "default": "/var/lib/sparkfleet/logs"},
             "log_keep": {"type": "int", "default": 10},
+            "release_dir": {"type": "str", "default": "/var/lib/sparkfleet/releases"},
+            "plan": {"type": "dict", "default": {}},
             "peer_port": {"type": "int", "default": 29630},
             "peer_key": {"type": "str", "default": "", "no_log": True},
             "api_key": {"type": "str", "default": "", "no_log": True},

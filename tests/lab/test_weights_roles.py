@@ -204,6 +204,7 @@ def test_a_docker_that_does_not_answer_is_unknown_and_never_empty(pair: list[Nod
     assert not done.changed()
 
 
+@pytest.mark.field("E30")
 def test_a_member_that_serves_does_not_build(pair: list[Node], tmp_path: Path) -> None:
     patch = tmp_path / "0006-y.patch"
     patch.write_text("--- a/y\n+++ b/y\n")

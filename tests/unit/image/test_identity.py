@@ -98,6 +98,7 @@ def test_a_recipe_that_decides_nothing_is_refused(context: Path, args: dict[str,
         content(context, **args)
 
 
+@pytest.mark.field("E25")
 def test_a_moving_base_is_taken_only_when_it_is_allowed(context: Path) -> None:
     assert content(context, base="hub:5000/base:1", allow_tag=True)
 

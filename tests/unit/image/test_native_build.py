@@ -127,6 +127,7 @@ def test_the_build_gives_the_names_that_a_launch_uses(tmp_path: Path, server: st
     assert (tmp_path / "out/tools/make_token_map.py").exists()
 
 
+@pytest.mark.field("T23", "T46")
 def test_the_build_names_what_it_lacks(tmp_path: Path) -> None:
     done = build("/bin/true", "/not/there/nvcc", tmp_path / "out", tmp_path)
     assert (done.returncode, "/not/there/nvcc is absent" in done.stderr) == (1, True)

@@ -66,6 +66,16 @@ def test_a_cabled_port_and_an_empty_one(module: Any) -> None:
     assert (tree["net"]["enp1s0f0np0"]["speed"], tree["net"]["enp1s0f1np1"]["speed"]) == ("200000\n", "-1\n")
 
 
+@pytest.mark.parametrize(("value", "indexes"), [("6", (6, 6)), ("6:1", (3, 6)), ("5:0", (5, 3))])
+def test_an_index_drifts_on_both_rails_or_on_one(module: Any, value: str, indexes: tuple[int, int]) -> None:
+    module.test_faults["gid-drift"] = value
+    devices = module.Hardware().build(network(), 0.0)["infiniband"]
+    for hca, index in zip(("rocep1s0f0", "roceP2p1s0f0"), indexes, strict=True):
+        port = devices[hca]["ports"]["1"]
+        assert port["gids"][str(index)].endswith("ffff:0a4d:0001\n"), hca
+        assert port["gid_attrs"]["types"][str(index)] == "RoCE v2\n"
+
+
 def test_all_functions_share_one_asic(module: Any) -> None:
     devices = module.Hardware().build(network(), 0.0)["infiniband"].values()
     assert len({device["sys_image_guid"] for device in devices}) == 1

@@ -305,15 +305,17 @@ def test_long_prompts_keep_their_prefix(make_pair: PairFactory) -> None:
 
 
 def test_fault_switches(make_pair: PairFactory, tmp_path: Path) -> None:
-    env = {"LAB_MEMORY_DIR": str(tmp_path)}
+    env = {"LAB_MEMORY_DIR": str(tmp_path), "NCCL_DEBUG": "INFO"}
     (tmp_path / "fault-engine-nccl").touch()
     pair = make_pair(head_env=env)
     pair.start(1)
     pair.start(0)
     assert pair.exit_code(0) == 1
     assert "NCCL error 2" in pair.log(0)
+    (tmp_path / "fault-engine-socket").touch()
     pair.start(0)
     assert pair.ready()
+    assert "NET/Socket" in pair.log(0) and "NET/IB" not in pair.log(0)
     (tmp_path / "fault-engine-collapsed").touch()
     assert set(text(pair)) == {"!"}
     (tmp_path / "fault-engine-silent").touch()

@@ -102,6 +102,7 @@ def test_an_error_names_its_path_in_the_profile(change: Any, path: str) -> None:
     assert path in "\n".join(L.profile_problems(profile))
 
 
+@pytest.mark.field("T31", "E03", "E04")
 def test_the_golden_launch() -> None:
     """Both ranks next to the documented command lines, each line with its source."""
     text = GOLDEN.read_text()
@@ -111,13 +112,27 @@ def test_the_golden_launch() -> None:
     )
     names = {"spark-1": "rank 0", "spark-2": "rank 1"}
     assert all(node in rendered for node in names)
-    for line in documented.splitlines():
-        if line.startswith("want "):
-            _want, rank, words = line.split(" ", 2)
-            spec = both()[int(rank)]["container"]
-            shown = [*spec["argv"], *(f"{k}={v}" for k, v in spec["env"].items())]
+    wanted = [line.split(" ", 2)[1:] for line in documented.splitlines() if line.startswith("want ")]
+    assert len(wanted) >= 12
+    for ranks, words in wanted:
+        for rank in ranks.split(","):
+            shown = L.render(both()[int(rank)]).replace("\\\n", " ").split()
             for word in words.split():
                 assert word in shown, f"rank {rank}: the documented {word} is not rendered"
+
+
+def test_the_golden_launch_is_the_whole_command() -> None:
+    """Nothing that the shown `docker run` has is without a source."""
+    shown = L.annotated(PROFILE, both())
+    for rank in both():
+        part = shown.partition(f"-- {rank['node']}: rank {rank['rank']}")[2].partition("\n-- ")[0]
+        sourced = [line.rpartition(" # ") for line in part.splitlines()[1:]]
+        assert all(source.strip() for _text, _mark, source in sourced)
+        words = " ".join(text for text, _mark, _source in sourced).split()
+        wanted = (
+            L.render(rank).replace("\\\n", " ").replace("<resolved at start (unknown yet)>", "{gid_index}")
+        )
+        assert sorted(wanted.split()[3:]) == sorted(words)
 
 
 @pytest.mark.field("B22")
@@ -148,7 +163,7 @@ def test_the_engine_ring_gets_the_same_index_as_nccl() -> None:
     assert both({"ring_gid_fixed": 5, "rdma_ring": False})[0]["gid"]["fixed"] is None
 
 
-@pytest.mark.field("B20")
+@pytest.mark.field("B20", "E05")
 def test_each_rank_has_its_own_devices() -> None:
     other = (MEMBERS[0], L.Member("spark-2", 1, (L.Rail("10.77.0.2/30", "enp1s0f1np1", "rocep1s0f1"),) * 2))
     worker = L.build(PROFILE, given_input(1, members=other))
@@ -156,7 +171,7 @@ def test_each_rank_has_its_own_devices() -> None:
     assert worker["container"]["env"]["NCCL_SOCKET_IFNAME"] == "enp1s0f1np1"
 
 
-@pytest.mark.field("B82")
+@pytest.mark.field("B82", "T06")
 def test_all_ranks_have_one_contract() -> None:
     head, worker = both({"idx_split": True, "round_rows": 32, "drafts": False, "arena_gib": 1.5})
     assert head["contract"] == worker["contract"]
@@ -164,6 +179,9 @@ def test_all_ranks_have_one_contract() -> None:
     other = L.build(PROFILE, given_input(1))
     differences = L.contract_differences(head["contract"], other["contract"])
     assert any("switch idx_split: '1' here, None there" in line for line in differences)
+    for change in ({"settings": {"nccl_rails": 1}}, {"image_content": "d" * 64}):
+        other = L.build(PROFILE, given_input(1, **change))
+        assert L.contract_differences(both()[0]["contract"], other["contract"]), "the engine's BadInfo"
 
 
 def test_what_was_rendered_is_read_back() -> None:
@@ -224,6 +242,7 @@ def test_every_setting_changes_the_launch(name: str) -> None:
         assert all(a["hash"] != b["hash"] for a, b in zip(plain, changed, strict=True))
 
 
+@pytest.mark.field("T25")
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
@@ -269,6 +288,7 @@ def test_wrong_input_is_refused_by_name(more: dict[str, Any], words: str) -> Non
     assert words in problems(PROFILE, given_input(0, **more))
 
 
+@pytest.mark.field("T07")
 def test_a_rail_that_nobody_knows_is_refused() -> None:
     lost = (
         L.Member("spark-1", 0, (L.Rail("10.77.0.1/30", "enp1s0f0np0", ""), MEMBERS[0].rails[1])),
@@ -302,6 +322,19 @@ def test_live_facts_and_gates_stay_out_of_the_hash() -> None:
         {"rank_file": {"name": "other"}},
     ):
         assert [rank["hash"] for rank in both(**change)] != plain
+
+
+def test_what_only_judges_a_start_restarts_nothing() -> None:
+    """Another release of the collection may look for more lines in a log."""
+    plain = L.build(PROFILE, given_input(0))
+    for key, change in (("gates", {"errors": ["New"]}), ("health", {"path": "/h"}), ("title", "x")):
+        profile = copy.deepcopy(PROFILE)
+        profile[key] = {**profile[key], **change} if isinstance(change, dict) else change
+        other = L.build(profile, given_input(0))
+        assert (other["hash"], other["contract"]) == (plain["hash"], plain["contract"])
+    profile = copy.deepcopy(PROFILE)
+    profile["env"]["all"][0]["value"] = "0"
+    assert L.build(profile, given_input(0))["hash"] != plain["hash"]
 
 
 def test_a_secret_is_a_file_and_only_the_heads() -> None:

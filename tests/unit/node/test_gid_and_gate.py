@@ -78,6 +78,7 @@ def test_a_failed_clock_unit_is_refused(node: TreeHost, api: DockerApi) -> None:
     assert "clocks" in names_that_fail(node, api)
 
 
+@pytest.mark.field("T03", "T08")
 def test_a_rail_without_address_or_carrier_is_refused(node: TreeHost, api: DockerApi) -> None:
     node.write("/sys/class/net/enP2p1s0f0np0/carrier", "0\n")
     assert "enP2p1s0f0np0 has no carrier" in names_that_fail(node, api)["rails"]
@@ -85,6 +86,7 @@ def test_a_rail_without_address_or_carrier_is_refused(node: TreeHost, api: Docke
     assert "no IPv4 address" in names_that_fail(node, api)["rails"]
 
 
+@pytest.mark.field("T16")
 def test_two_rank_files_or_a_short_one_are_refused(node: TreeHost, api: DockerApi) -> None:
     node.write("/var/lib/sparkfleet/rank_file_dir/rank1of2-0.bin", "x")
     assert "exactly one rank file" in names_that_fail(node, api)["files"]
@@ -93,6 +95,7 @@ def test_two_rank_files_or_a_short_one_are_refused(node: TreeHost, api: DockerAp
     assert "wrong size" in names_that_fail(node, api)["files"]
 
 
+@pytest.mark.field("T19", "T22")
 def test_a_missing_mount_or_image_is_refused(node: TreeHost, api: DockerApi, docker: FakeDocker) -> None:
     (node.root / "var/lib/sparkfleet/engram").rmdir()
     docker.images.clear()
@@ -154,6 +157,7 @@ def test_a_foreign_container_of_the_name_is_refused(
     assert "not ours" in names_that_fail(node, api)["container"]
 
 
+@pytest.mark.field("T11")
 def test_memory_is_judged_only_where_a_start_will_happen(
     node: TreeHost, api: DockerApi, docker: FakeDocker
 ) -> None:

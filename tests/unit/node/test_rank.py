@@ -253,6 +253,26 @@ def test_the_end_of_the_engine_is_named(
     assert docker.containers == {} and len(saved_logs(node)) == 1
 
 
+@pytest.mark.field("T10", "T15", "T16", "T18", "T19", "T20", "T21", "T22", "T23", "T24", "E01")
+def test_the_errors_that_the_engine_is_known_for_are_named(
+    node: TreeHost, api: DockerApi, docker: FakeDocker
+) -> None:
+    """The name leads to the cause; a pile of log lines does not. Nothing tries again by itself."""
+    launch = launch_of(0)
+    wanted = {
+        *("ShortRopeTable", "NoRankCache", "MissingEngramTable", "NoEngramTables", "BadEngramTable"),
+        *("NoTokenMap", "AioUnavailable", "ReadFailed", "EndOfFile", "NoVisionKit", "NoKernelImages"),
+        *("MissingTritonVariant", "NCCL error"),
+    }
+    assert wanted <= set(launch["gates"]["errors"])
+    for name in launch["gates"]["errors"]:
+        docker.containers.clear()
+        one = rank.Rank(node, api, launch)
+        one.container = docker.add(NAME, OURS, running=False, log=f"loading\nerror: {name} 2\n")
+        one.exit_code = 1
+        assert one.end_text() == f"the container ended with exit code 1: {name}"
+
+
 def test_an_engine_that_ends_at_once_never_was_ready(
     node: TreeHost, api: DockerApi, docker: FakeDocker, peers: Peers
 ) -> None:
@@ -270,6 +290,7 @@ def test_an_oom_kill_is_named(node: TreeHost, api: DockerApi, docker: FakeDocker
     assert "the kernel killed it for memory" in run.status()["message"]
 
 
+@pytest.mark.field("T13")
 def test_the_guards_reason_is_named(node: TreeHost, api: DockerApi, docker: FakeDocker, peers: Peers) -> None:
     run = Run(node, api, peers)
     run.running()
@@ -405,10 +426,69 @@ def test_the_boot_is_over_before_a_rank_starts(node: TreeHost) -> None:
 
     assert boot.begin(node, "spark-a") == 0
     asked = [call for call in node.calls if call[0] == "systemctl"]
-    assert asked == [
-        ["systemctl", "is-system-running", "--wait"],
-        ["systemctl", "start", "--no-block", "sparkfleet-rank@spark-a.service"],
-    ]
+    assert asked[0] == ["systemctl", "is-system-running", "--wait"]
+    assert asked[-1] == ["systemctl", "start", "--no-block", "sparkfleet-rank@spark-a.service"]
+    assert node.exists("/run/sparkfleet/spark-a/boot.json")
+
+
+def test_the_boot_leaves_a_rank_alone_that_somebody_started(node: TreeHost) -> None:
+    from node.sparkfleet_node import boot
+
+    node.unit("sparkfleet-rank@spark-a.service")["ActiveState"] = "activating"
+    assert boot.begin(node, "spark-a") == 0
+    assert not [call for call in node.calls if "--no-block" in call]
+    assert not node.exists("/run/sparkfleet/spark-a/boot.json"), "a note would count for the next start"
+
+
+def at_boot(node: TreeHost, release: str | None) -> None:
+    node.write("/run/sparkfleet/spark-a/boot.json", "{}")
+    if release is not None:
+        marker = {"schema": 1, "replica": "spark-a", "current": {"launch_hash": release}, "previous": None}
+        node.write("/var/lib/sparkfleet/releases/spark-a.json", json.dumps(marker))
+
+
+@pytest.mark.parametrize("marker", [None, "another launch"])
+def test_only_a_committed_release_starts_at_boot(
+    node: TreeHost, api: DockerApi, docker: FakeDocker, peers: Peers, marker: str | None
+) -> None:
+    at_boot(node, marker)
+    run = Run(node, api, peers)
+    assert run.end() == rank.EXIT_REFUSED
+    assert "not the committed release" in run.status()["message"]
+    assert (marker or "no release in") in run.status()["message"]
+    assert docker.containers == {}
+    by_hand = Run(node, api, peers)
+    by_hand.running()
+    by_hand.rank.stop.set()
+    by_hand.end()
+
+
+@pytest.mark.parametrize(
+    ("state", "starts"),
+    [
+        ({"alive": True, "phase": "running", "partners": {}}, True),
+        ({"alive": True, "phase": "running", "partners": {"0": "an earlier run"}}, False),
+        ({"alive": False, "phase": "none", "up_s": 20.0}, True),
+        ({"alive": False, "phase": "none", "up_s": 90000.0}, False),
+        ({"alive": False, "phase": "failed", "message": "rank 0 is gone", "up_s": 90000.0}, False),
+        ({"alive": False, "phase": "failed", "message": "no memory", "up_s": 20.0}, False),
+    ],
+)
+def test_nobody_starts_half_a_replica_at_boot(  # noqa: PLR0917
+    node: TreeHost, api: DockerApi, docker: FakeDocker, peers: Peers, state: dict[str, Any], starts: bool
+) -> None:
+    """A node that restarts alone finds its peer's rank ended, or bound to the run that is gone."""
+    at_boot(node, launch_of(0)["hash"])
+    launch = {**launch_of(0), "waves": {"start": [[0], [1]], "stop": [[0], [1]]}}
+    peers.state.update(state)
+    run = Run(node, api, peers, launch)
+    if starts:
+        run.running()
+        run.rank.stop.set()
+    assert run.end() == (0 if starts else rank.EXIT_REFUSED)
+    if not starts:
+        assert "rank 1 on spark-2 does not start with this node" in run.status()["message"]
+        assert docker.containers == {}
 
 
 def test_waiting_has_an_end() -> None:
@@ -422,7 +502,8 @@ def test_waiting_has_an_end() -> None:
     assert 5 <= now[0] < 7
 
 
-def test_boot_waits_longer(node: TreeHost, api: DockerApi) -> None:
+def test_boot_waits_longer(node: TreeHost, api: DockerApi, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(time, "monotonic", lambda: 1e6)  # this machine may have just booted
     one = rank.Rank(node, api, launch_of(0))
     assert one.wait_s() == rank.WAIT_S
     node.write("/proc/uptime", "42.0 1.0\n")

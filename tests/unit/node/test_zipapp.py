@@ -64,4 +64,4 @@ def test_nothing_else_is_packed(tmp_path: Path) -> None:
     path = tmp_path / "agent"
     path.write_bytes(build(ROOT, "1")[0])
     names = zipfile.ZipFile(path).namelist()
-    assert not [name for name in names if "/modules/" in name or name.endswith("release.py")]
+    assert not [name for name in names if "/modules/" in name or name.endswith(("split.py", "budget.py"))]

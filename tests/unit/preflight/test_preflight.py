@@ -385,6 +385,22 @@ def test_the_rdma_mtu_is_judged_once_the_rail_is_what_it_should_be() -> None:
     assert rows() == []  # the role fabric sets it, then it is judged
 
 
+@pytest.mark.field("E08")
+def test_memory_in_pieces_is_warned_of_before_a_start() -> None:
+    def found(page: int, *blocks: int, **more: Any) -> list[tuple[str, str]]:
+        one = node()
+        one["kernel"]["page_size"] = page
+        one["memory"]["buddyinfo"] = [{"node": 0, "zone": "Normal", "free_blocks": list(blocks)}]
+        one.update(more)
+        rows = judge(pair(), {"spark-1": one, "spark-2": node()}, OPTIONS)
+        return [(row.level, row.found) for row in rows if row.check == "memory-pieces"]
+
+    large = 65536  # order 8 is 16 MiB, order 9 is 32 MiB
+    assert found(large, 9, 9, 9, 9, 9, 9, 9, 9, 10, 20) == [("warn", "50 free blocks of 16 MiB")]
+    assert found(large, 0, 0, 0, 0, 0, 0, 0, 0, 10, 25) == []
+    assert found(4096, *[1] * 11) == [], "4 MiB is the largest block there: nothing is known"
+
+
 @pytest.mark.field("B87")
 def test_sudo_comes_first() -> None:
     rows = judge(

@@ -42,6 +42,24 @@ def test_one_of_two_runs_wins(node: TreeHost) -> None:
     assert replica_lock.read(node, path) is None
 
 
+def test_a_lock_that_somebody_else_broke_meanwhile_is_his(
+    node: TreeHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two people break the lock of one dead run; the second read it before the first had replaced it."""
+    path = replica_lock.lock_path("spark-a")
+    replica_lock.acquire(node, path, "dead", "ann", "laptop")
+    stale = replica_lock.read(node, path)
+    replica_lock.acquire(node, path, "run-1", "bob", "desk", force="dead")
+    real, first = replica_lock.read, [stale]
+    monkeypatch.setattr(replica_lock, "read", lambda h, p: first.pop() if first else real(h, p))
+    with pytest.raises(Refusal) as refused:
+        replica_lock.acquire(node, path, "run-2", "eve", "attic", force="dead")
+    assert "bob on desk" in str(refused.value.found)
+    holder = real(node, path)
+    assert holder is not None and holder["run"] == "run-1"
+    assert node.listdir("/var/lib/sparkfleet/locks") == ["spark-a.lock"]
+
+
 def test_a_damaged_lock_is_a_lock(node: TreeHost) -> None:
     path = replica_lock.lock_path("spark-a")
     node.write(path, "garbage")
@@ -127,6 +145,7 @@ def served() -> Iterator[tuple[Server, endpoint.Endpoint]]:
     server.server_close()
 
 
+@pytest.mark.field("T30")
 def test_the_smoke_test_asks_for_a_plain_answer(served: tuple[Server, endpoint.Endpoint]) -> None:
     state, client = served
     assert client.chat("m", "say", 32, 5) == "one, two"
@@ -141,6 +160,7 @@ def test_the_smoke_test_asks_for_a_plain_answer(served: tuple[Server, endpoint.E
     ]
 
 
+@pytest.mark.field("T37", "E16")
 @pytest.mark.parametrize(
     ("reply", "words"),
     [("", "empty reply"), ("  \n", "empty reply"), (None, "empty reply"),
@@ -198,6 +218,7 @@ def test_another_model_on_the_port_is_refused(
         endpoint.wait_ready(node, {**launch_of(0), "peers": []}, served[1], 5)
 
 
+@pytest.mark.field("E18")
 def test_a_rank_that_ends_ends_the_wait_with_its_last_lines(node: TreeHost) -> None:
     alive(node, False, message="the container ended with exit code 1: NoKit", tail=["last line"])
     nobody = endpoint.Endpoint("127.0.0.1", 1)
@@ -226,6 +247,7 @@ def evidence(node: TreeHost, api: DockerApi, docker: FakeDocker, log: str, rank:
     return endpoint.evidence(node, api, launch)
 
 
+@pytest.mark.field("T45")
 def test_the_transport_is_looked_for(node: TreeHost, api: DockerApi, docker: FakeDocker) -> None:
     good = evidence(node, api, docker, "NCCL INFO NET/IB : Using [0]rocep1s0f0:1/RoCE\n")
     assert good["evidence"] and not good["warnings"]
@@ -243,10 +265,35 @@ def test_rail_counters_are_evidence(node: TreeHost, api: DockerApi, docker: Fake
     assert "19 MiB went over rocep1s0f0" in found["evidence"][0]
 
 
+@pytest.mark.field("E10")
 def test_less_context_than_asked_for_is_refused(node: TreeHost, api: DockerApi, docker: FakeDocker) -> None:
     with pytest.raises(Refusal, match="granted less context"):
         evidence(node, api, docker, 'NET/IB\n{"rank": 1, "pool": 1024}\n', rank=1)
     assert evidence(node, api, docker, 'NET/IB\n{"pool": 524288}\n', rank=1)["granted"] == {"context": 524288}
+
+
+def test_what_was_loaded_is_held_against_the_plan(node: TreeHost, api: DockerApi, docker: FakeDocker) -> None:
+    def warned(text: str, planned_gib: float = 98.9) -> str:
+        docker.containers.clear()
+        docker.add(NAME, LABELS, log=f"NET/IB\n{text}\n")
+        launch = launch_of(0)
+        launch["rank_file"]["bytes"] = int(planned_gib * (1 << 30))
+        return " ".join(endpoint.evidence(node, api, launch)["warnings"])
+
+    line = "CUDA sm_121 device 0 (NVIDIA GB10, memory shared with the host): model {} GiB; 4 streams; x"
+    assert warned(line.format("98.90")) == warned(line.format("104.32")) == ""
+    assert "it loaded 60.00 GiB, and the rank file has 98.90 GiB" in warned(line.format("60.00"))
+    assert "it loaded 120.00 GiB" in warned(line.format("120.00"))
+    with pytest.raises(Refusal, match="granted less parallel"):
+        warned(line.format("98.90").replace("4 streams", "2 streams"))
+
+
+@pytest.mark.field("B81", "E13")
+def test_an_old_nccl_in_the_log_is_warned_of(node: TreeHost, api: DockerApi, docker: FakeDocker) -> None:
+    old = evidence(node, api, docker, "NCCL version 2.28.9+cuda13.0\nNET/IB\n")
+    assert "the rank runs NCCL 2.28.9, wanted 2.30.4 or newer" in old["warnings"][0]
+    for version in ("2.30.4", "2.30.10", "3.0"):
+        assert not evidence(node, api, docker, f"NCCL version {version}+cuda13.0\nNET/IB\n")["warnings"]
 
 
 # -- status
@@ -267,6 +314,8 @@ def test_serving_is_proven_by_counters_or_a_generation(served: tuple[Server, end
     state.health = [busy, busy]
     stalled = ask()
     assert stalled["serving"] == "stalled" and "no counter moved" in stalled["why"]
+    state.health = [busy, {**busy, "streams": {"decoding": 0, "prefilling": 1}}]
+    assert ask()["serving"] == "running", "256K tokens are read for two minutes"
     state.health = [{"requests_running": 0}]
     state.delay = 1
     assert ask()["serving"] == "stalled"
@@ -303,6 +352,9 @@ def test_a_bundle_is_redacted(node: TreeHost, api: DockerApi, docker: FakeDocker
     docker.add(
         NAME, LABELS, log="HF_TOKEN=hf_abcdefgh1234 Authorization: Bearer abc.def.ghi\nkey canary-in-a-file\n"
     )
+    node.write("/var/lib/sparkfleet/guard/spark-a-20260101T000000Z-redline.json", '{"low_bytes": 77}')
+    node.write("/var/lib/sparkfleet/guard/other-20260101T000000Z-redline.json", '{"low_bytes": 99}')
+    node.write("/etc/sparkfleet/replicas/spark-a/plan.json", '{"plan": "of the head"}')
     found = rank_report.bundle(node, api, "spark-a", "/logs", 2)
     data = (node.root / found["path"].lstrip("/")).read_bytes()
     with tarfile.open(fileobj=io.BytesIO(data)) as archive:
@@ -311,6 +363,9 @@ def test_a_bundle_is_redacted(node: TreeHost, api: DockerApi, docker: FakeDocker
             for member in archive
         }
     assert {"rank.log", "launch.json", "meminfo", "kernel.log", "unit.log", "view.json"} <= set(texts)
+    assert "77" in texts["guard-records.json"] and "99" not in texts["guard-records.json"]
+    assert "of the head" in texts["plan.json"] and {"buddyinfo", "guard.json"} <= set(texts)
+    assert node.listdir("/logs") == [found["path"].rpartition("/")[2]]
     everything = "\n".join(texts.values()) + "\n".join(found["tail"])
     for secret in ("canary", "hf_abcdefgh1234", "abc.def.ghi", "k" * 64):
         assert secret not in everything
@@ -321,3 +376,19 @@ def test_a_full_disk_still_gives_the_last_lines(node: TreeHost, api: DockerApi, 
     node.write("/logs", "a file where the directory should be")
     found = rank_report.bundle(node, api, "spark-a", "/logs")
     assert found["path"] == "" and found["tail"] == ["the end"] and "not written" in found["warning"]
+
+
+def test_a_bundle_that_does_not_fit_leaves_nothing_behind(
+    node: TreeHost, api: DockerApi, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pathlib import Path
+
+    def half(self: Path, data: bytes) -> int:
+        with self.open("wb") as stream:
+            stream.write(data[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", half)
+    found = rank_report.bundle(node, api, "spark-a", "/logs")
+    assert found["path"] == "" and "No space left" in found["warning"]
+    assert node.listdir("/logs") == []

@@ -42,6 +42,8 @@ def params(state: str = "present", **more: Any) -> dict[str, Any]:
         "agent_sha256": "0",
         "log_dir": "/var/lib/sparkfleet/logs",
         "log_keep": 10,
+        "release_dir": "/var/lib/sparkfleet/releases",
+        "plan": {},
         "peer_port": 29630,
         "peer_key": "",
         "boot": None,
@@ -73,6 +75,35 @@ def test_it_is_written_once(bare: TreeHost, api: DockerApi) -> None:
         assert (bare.root / "etc/sparkfleet/replicas/spark-a" / path).stat().st_mode & 0o777 == mode
     assert bare.unit("sparkfleet-peer.service")["ActiveState"] == "active"
     assert ["systemctl", "start", "sparkfleet-rank@spark-a.service"] not in bare.calls
+
+
+def test_the_plan_stays_while_its_launch_does(bare: TreeHost, api: DockerApi) -> None:
+    """Live numbers of a later plan write nothing; another launch brings its own plan."""
+    path = bare.root / "etc/sparkfleet/replicas/spark-a/plan.json"
+    ensure(bare, api, params(peer_key="k" * 64, plan={"available": 110.1}), False)
+    again = ensure(bare, api, params(plan={"available": 99.9}), False)
+    assert not again["changed"] and json.loads(path.read_text())["plan"] == {"available": 110.1}
+    other = params(plan={"available": 99.9}, settings={"context": 8192})
+    assert ensure(bare, api, other, False)["changed"]
+    assert json.loads(path.read_text())["plan"] == {"available": 99.9}
+    ensure(bare, api, params("absent"), False)
+    assert not path.exists()
+
+
+@pytest.mark.field("B81", "E13")
+def test_an_image_that_does_not_state_its_nccl_is_warned_of(
+    bare: TreeHost, api: DockerApi, docker: FakeDocker
+) -> None:
+    def warned(config: dict[str, Any]) -> str:
+        docker.images[params()["image"]] = {"Id": "sha256:x", "Config": config}
+        return " ".join(ensure(bare, api, params("planned", peer_key="k" * 64), False)["warnings"])
+
+    assert "has no label sparkfleet.nccl" in warned({})
+    assert "has no label" in warned({"Labels": {"sparkfleet.nccl": ""}})
+    assert "states NCCL 2.28.9" in warned({"Labels": {"sparkfleet.nccl": "2.28.9"}})
+    assert warned({"Labels": {"sparkfleet.nccl": "2.30.4+cuda13.0"}}) == ""
+    docker.images.clear()
+    assert ensure(bare, api, params("planned", peer_key="k" * 64), False)["warnings"] == []
 
 
 def test_check_mode_predicts_and_writes_nothing(bare: TreeHost, api: DockerApi) -> None:

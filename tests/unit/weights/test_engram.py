@@ -101,6 +101,7 @@ def test_whole_tables_are_described(tmp_path: Path) -> None:
     assert [(one.layer, one.rows, one.row_bytes) for one in found] == [(1, 100, 264), (14, 50, 264)]
 
 
+@pytest.mark.field("T18")
 @pytest.mark.parametrize(
     ("tensors", "layers", "text"),
     [
@@ -121,6 +122,7 @@ def test_a_broken_table_has_the_engines_own_name(
         engram.tables(tmp_path, layers)
 
 
+@pytest.mark.field("T21")
 def test_a_truncated_shard_and_a_double_half_are_named(tmp_path: Path) -> None:
     path = write(tmp_path / "a.safetensors", table(1))
     write(tmp_path / "b.safetensors", table(1))

@@ -274,7 +274,7 @@ def test_somebody_elses_export_is_left_alone_and_named(host: Host, line: str, te
     assert host.exports.read_text() == f"# mine\n{line.format(**names)}\n"
 
 
-@pytest.mark.field("B56")
+@pytest.mark.field("B56", "E27")
 @pytest.mark.parametrize("fstype", ["overlay", "tmpfs", "fuse.sshfs", "nfs4"])
 def test_what_the_kernel_cannot_export_is_refused(host: Host, fstype: str) -> None:
     host.mountinfo.write_text(f"22 1 0:1 / / rw - {fstype} x rw\n")
@@ -407,6 +407,7 @@ def test_a_client_is_an_address() -> None:
         nfs.export_text("/x", [])
 
 
+@pytest.mark.field("T35", "E28")
 def test_a_volume_with_other_options_is_told_apart() -> None:
     wanted = nfs.volume_options("10.77.0.1", "/srv/tree")
     assert nfs.volume_difference(wanted, dict(wanted)) == []

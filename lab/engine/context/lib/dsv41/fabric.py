@@ -121,6 +121,8 @@ def nccl_check() -> None:
         name.split(":")[0] for name in os.environ.get("NCCL_IB_HCA", "").lstrip("=").split(",") if name
     ]
     present = [name for name in devices if (root() / "sys/class/infiniband" / name).is_dir()]
+    if faults.value("engine-socket") is not None:
+        present = []
     informed = os.environ.get("NCCL_DEBUG", "").upper() in ("INFO", "TRACE")
     if not present:
         # NCCL does not fail here: it falls back to TCP, which costs half the speed.
