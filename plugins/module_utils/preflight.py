@@ -64,6 +64,7 @@ CHECKS = (
     "link-state",
     "memory",
     "memory-killer",
+    "memory-pieces",
     "netplan-foreign",
     "not-read",
     "parity-architecture",
