@@ -12,6 +12,7 @@ on disk.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import struct
@@ -161,6 +162,7 @@ def _vision(out: Inventory) -> None:
         out[f"vision.stand_in.{number}.weight"] = ("BF16", (each + (extra if number == 0 else 0),))
 
 
+@functools.cache
 def full_size_lock() -> ModelLock:
     """The lock of the reconstructed pack: recorded file sizes, reconstructed tensors. For plans and tests
     only."""

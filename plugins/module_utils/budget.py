@@ -18,7 +18,7 @@ Sources are named as docs/plan-residuals.md names them (JAY, SOUM, SFX, ZACK).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .safetensors import PlanError
@@ -93,6 +93,8 @@ DECODE_ROWS = 16
 SLOT_ROWS = 12
 #: RoPE: four tables (plain and compressed, cos and sin) of F32.
 ROPE_TABLES = 4
+#: Rows of a kit's RoPE tables beyond the context: those of a round and one (the engine says ShortRopeTable).
+ROPE_EXTRA_ROWS = DECODE_ROWS + 1
 _F32 = 4
 _BF16 = 2
 #: Rows of a window ring beyond the window, and rows of raw compressor input a slot (SOUM capacity.py).
@@ -404,8 +406,14 @@ def judge_node(
         )
         if worst < redline:
             text = f"{worst:.2f} GiB left at the worst point, under the redline of {redline:.2f}"
-            if calibrated:
+            if calibration and "dip" in calibration:
                 refusals.append(f"{text} (calibrated on this replica)")
+            elif calibrated and idle < redline:
+                refusals.append(
+                    f"{idle:.2f} GiB left when idle, under the redline of {redline:.2f} (calibrated on this replica)"
+                )
+            elif calibrated:
+                warnings.append(f"{text} (idle is calibrated, the dip under load is transferred, +-1 GiB)")
             else:
                 warnings.append(f"{text} (by transferred constants, +-1 GiB: calibrate with a first start)")
         elif worst < redline + CONSTANTS["margin_gib"].value:
@@ -589,11 +597,13 @@ def plan_budget(
     situation: str = "start",
     vllm: VllmRequest | None = None,
     drafts: bool = True,
+    rope_rows: int | None = None,
 ) -> dict[str, Any]:
     """The budget of a replica: terms, nodes, verdict, largest context, levers.
 
     ``ranks``: rows with rank, file_bytes and draft_bytes. ``calibration``: by rank number as text, of
     `calibrate`. ``vllm``: its pool in place of the engine's own (the bytes are given, the tokens follow).
+    ``rope_rows``: rows of the RoPE tables that the engine is given; None where they are not known.
     Raises BudgetError where a number cannot be.
     """
     if chunk < 1:
@@ -616,6 +626,18 @@ def plan_budget(
             found=context,
             wanted=shape.max_positions,
         )
+    if rope_rows is not None:
+        most = rope_rows - ROPE_EXTRA_ROWS
+        if context > most:
+            raise BudgetError(
+                "short-rope",
+                f"the kit's RoPE tables of {rope_rows} rows are too short (the engine says ShortRopeTable)",
+                tensor="context",
+                found=context,
+                wanted=f"at most {most}",
+                remedy=f"lower the context to {most}, or name a kit with longer tables",
+            )
+        shape = replace(shape, max_positions=min(shape.max_positions, most))
     cache = caches(shape, kv_format, context, parallel, world)
     pool = None
     draft_layers = dims.draft_layers if drafts else 0
@@ -688,6 +710,7 @@ def plan_budget(
         "vllm": None if pool is None else pool._asdict(),
         "largest_context": longest,
         "max_context": shape.max_positions,
+        "rope_rows": rope_rows,
         "nodes": nodes,
         "levers": levers(
             decides,

@@ -146,9 +146,12 @@ class ModelLock:
     def digest(self) -> str:
         """sha256 of config and layout (shards, sizes, tensors). Equal for the same files from any source."""
         if not self._digest:
-            body = [self.config_sha256, [[n, self.sizes[n], s] for n, s in _shards_document(self).items()]]
-            text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-            self._digest = hashlib.sha256(text.encode()).hexdigest()
+            sizes = self.sizes
+            found = hashlib.sha256(self.config_sha256.encode())
+            for name, inventory in self.shards.items():
+                body = [name, sizes[name], self.header_bytes[name], inventory]
+                found.update(json.dumps(body, sort_keys=True, separators=(",", ":")).encode())
+            self._digest = found.hexdigest()
         return self._digest
 
     @property

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from . import budget, disk_budget
+from .calibration import choose
 from .model_lock import ModelLock
 from .split import Split, fixed_shape_differences, plan_split, scheme_named, text_config
 
@@ -35,7 +36,11 @@ class Request:
     mem_available_gib: list[float] | None = None
     mem_total_gib: float | None = None
     drift_gib: float | None = None
-    calibration: dict[str, dict[str, float]] = field(default_factory=dict)
+    #: Constants by rank number (``budget.calibrate``), or a kept document (`calibration`), which counts only for the
+    #: plan and the engine build that it was measured with.
+    calibration: dict[str, Any] = field(default_factory=dict)
+    engine_build: str = ""
+    rope_rows: int | None = None
     situation: str = "start"
     engram_bytes: int | None = None
     vllm: budget.VllmRequest | None = None
@@ -84,6 +89,8 @@ def make_plan(lock: ModelLock, request: Request) -> tuple[dict[str, Any], Split]
         "reserve_gib": request.reserve_gib,
         "min_avail_gib": request.min_avail_gib,
     }
+    digest = _digest(request, lock, ranks)
+    calibration, why_not = choose(request.calibration, digest, request.engine_build)
     memory = budget.plan_budget(
         dims=split.dims,
         text=text,
@@ -96,11 +103,12 @@ def make_plan(lock: ModelLock, request: Request) -> tuple[dict[str, Any], Split]
         limits=limits,
         available_gib=request.mem_available_gib,
         mem_total_gib=request.mem_total_gib,
-        calibration=request.calibration,
+        calibration=calibration,
         drift_gib=request.drift_gib,
         situation=request.situation,
         vllm=request.vllm,
         drafts=request.drafts,
+        rope_rows=request.rope_rows if scheme.rank_file else None,
     )
     engram = engram_table_bytes(text) if request.engram_bytes is None else request.engram_bytes
     sizes = [row["file_bytes"] for row in ranks]
@@ -147,8 +155,8 @@ def make_plan(lock: ModelLock, request: Request) -> tuple[dict[str, Any], Split]
         "budget": memory,
         "disk": disk,
         "engine_shape": {"matches": not differences, "differences": differences},
-        "warnings": [*lock.warnings, *split.warnings],
-        "digest": _digest(request, lock, ranks),
+        "warnings": [*lock.warnings, *split.warnings, *([why_not] if why_not else [])],
+        "digest": digest,
     }
     return plan, split
 

@@ -500,3 +500,27 @@ def test_more_memory_never_makes_it_worse(
     assert order[more["verdict"]] <= order[now["verdict"]]
     enough = bu.judge_node(terms(shape), limits, rank=0, available_gib=now["required_available_gib"] + 0.001)
     assert enough["verdict"] != "does_not_fit"
+
+
+def test_without_a_measured_dip_only_idle_refuses(shape: bu.CacheShape) -> None:
+    """The dip of a first start saw no load, so the transferred one goes on warning."""
+    own = bu.calibrate(terms(shape), before_gib=111.0, idle_gib=8.0)
+    warned = judge(shape, 111.0, calibration=own)
+    assert warned["verdict"] == "fits_with_warning" and warned["idle_after_gib"] == pytest.approx(8.0)
+    assert "the dip under load is transferred" in warned["reason"]
+    refused = judge(shape, 106.9, calibration=own)
+    assert refused["verdict"] == "does_not_fit"
+    assert refused["reason"].startswith("3.90 GiB left when idle") and "calibrated" in refused["reason"]
+
+
+def test_the_kits_rope_tables_bound_the_context(full_lock: ModelLock, dims: Dims) -> None:
+    fits = replica(full_lock, dims, rope_rows=524_288 + 17)
+    assert fits["max_context"] == fits["largest_context"] == 524_288
+    assert fits["rope_rows"] == 524_305
+    with pytest.raises(bu.BudgetError, match=r"ShortRopeTable.*found 524288; wanted at most 524287") as error:
+        replica(full_lock, dims, rope_rows=524_288 + 16)
+    assert error.value.fault == "short-rope"
+    assert replica(full_lock, dims, rope_rows=1 << 21)["max_context"] == 1_048_576
+    assert replica(full_lock, dims)["rope_rows"] is None
+    with pytest.raises(bu.BudgetError):
+        replica(full_lock, dims, rope_rows=0)
