@@ -27,7 +27,7 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api impo
     DockerUnreachable,
 )
 from ansible_collections.sparkfleet.serving.plugins.module_utils.endpoint import rail_bytes
-from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Host, Refusal
+from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Host, Refusal, meminfo
 from ansible_collections.sparkfleet.serving.plugins.module_utils.launch import create_body
 from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_state import (
     boot_note,
@@ -277,6 +277,8 @@ class Rank:
             "creating the container",
             gid_index=index,
             rail_bytes=rail_bytes(self.host, self.launch),
+            # What was available before this rank: with what is left when it idles, the replica's own constants.
+            memory_before=meminfo(self.host.read("/proc/meminfo") or "").get("MemAvailable"),
         )
         self.container = self.docker.container_create(
             self.launch["container"]["name"], create_body(self.launch, index, devices)

@@ -18,6 +18,7 @@ Sources are named as docs/plan-residuals.md names them (JAY, SOUM, SFX, ZACK).
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -594,15 +595,15 @@ def plan_budget(
     mem_total_gib: float | None = None,
     calibration: dict[str, dict[str, float]] | None = None,
     drift_gib: float | None = None,
-    situation: str = "start",
+    situation: str | Sequence[str] = "start",
     vllm: VllmRequest | None = None,
     drafts: bool = True,
     rope_rows: int | None = None,
 ) -> dict[str, Any]:
     """The budget of a replica: terms, nodes, verdict, largest context, levers.
 
-    ``ranks``: rows with rank, file_bytes and draft_bytes. ``calibration``: by rank number as text, of
-    `calibrate`. ``vllm``: its pool in place of the engine's own (the bytes are given, the tokens follow).
+    ``ranks``: rows with rank, file_bytes and draft_bytes. ``situation``: one, or one a rank (half of a replica may
+    run). ``calibration``: by rank number as text, of `calibrate`. ``vllm``: its pool in place of the engine's own (the bytes are given, the tokens follow).
     ``rope_rows``: rows of the RoPE tables that the engine is given; None where they are not known.
     Raises BudgetError where a number cannot be.
     """
@@ -615,6 +616,15 @@ def plan_budget(
             "needs one value, or one a rank",
             tensor="mem_available_gib",
             found=len(available_gib),
+            wanted=world,
+        )
+    situations = [situation] * world if isinstance(situation, str) else list(situation)
+    if len(situations) != world:
+        raise BudgetError(
+            "bad-situation",
+            "needs one, or one a rank",
+            tensor="situation",
+            found=len(situations),
             wanted=world,
         )
     shape = cache_shape(dims, text)
@@ -673,7 +683,7 @@ def plan_budget(
                 available_gib=available,
                 mem_total_gib=mem_total_gib,
                 calibration=(calibration or {}).get(str(rank)),
-                situation=situation,
+                situation=situations[rank],
                 measured=available_gib is not None,
             )
         )

@@ -8,7 +8,7 @@ used. They are stored once, when the first start of such a plan was verified, so
 they are renewed when one of the three differs, or when somebody asks for it after a representative load.
 
 A first start knows the memory before it and when idle. Its low-water mark has seen no load worth the name, so it
-only counts where it is worse than the transferred dip; on request, after real load, it counts as measured. Pure.
+only counts where it is worse than the transferred dip; on request, after real load, it counts as measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .budget import GIB, calibrate
+from .host_io import Host, text_diff
+from .release import marker_path
 from .safetensors import PlanError
 
 FORMAT = "sparkfleet-calibration/1"
@@ -185,3 +187,42 @@ def document(
         "at": now,
     }
     return json.dumps(body, indent=1, sort_keys=True) + "\n"
+
+
+def ensure(host: Host, params: Mapping[str, Any], *, now: str, check: bool) -> dict[str, Any]:
+    """Keep the constants of what runs, where that is due. ``params`` are those of the module `calibration`.
+
+    Raises PlanError where readings were asked for (``renew``) and are impossible; Refusal for a replica's name.
+    """
+    path = marker_path(params["directory"], params["replica"])
+    before = host.read(path)
+    try:
+        kept: dict[str, Any] = parse(before, path) if before else {}
+    except PlanError:
+        kept = {}
+    plan, build, image = params["plan"], params["engine_build"], params["image_content"]
+    result: dict[str, Any] = {"changed": False, "path": path, "why_not": "", "ranks": kept.get("ranks", {})}
+    if current(kept, plan, build, image) and not params["renew"]:
+        return result
+    if check and params["starting"]:
+        # What the start will measure is not known, that it will be is.
+        return {**result, "changed": True, "diff": [text_diff(path, before, None)]}
+    try:
+        if params["busy"]:
+            raise CalibrationError(
+                "busy",
+                f"{params['busy']} requests run, so memory is not idle",
+                remedy="measure when none runs",
+            )
+        constants, seen = measure(params["terms"], params["readings"], under_load=params["renew"])
+    except PlanError as error:
+        if params["renew"]:
+            raise
+        return {**result, "ranks": {}, "why_not": str(error)}
+    after = document(
+        params["replica"], plan, build, image,
+        constants=constants, readings=seen, under_load=params["renew"], now=now,
+    )  # fmt: skip
+    if not check:
+        host.write(path, after)
+    return {**result, "changed": True, "ranks": constants, "diff": [text_diff(path, before, after)]}

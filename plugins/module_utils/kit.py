@@ -71,6 +71,26 @@ def rope_rows(kit: Path, names: Sequence[str] = ROPE_TABLES) -> int:
     return min(rows)
 
 
+def rows_by_sizes(sizes: Mapping[str, int], folder: str = "") -> int:
+    """Rows of the shortest RoPE table of a kit that is still on a server, from the sizes that it lists.
+
+    ``folder``: where the kit lies in the repository. Raises TreeError where a table is absent or no whole rows.
+    """
+    rows = []
+    for name in ROPE_TABLES:
+        path = f"{folder.strip('/')}/{name}".lstrip("/")
+        size = sizes.get(path)
+        if size is None:
+            raise TreeError(
+                f"{path} is absent (a generated file, which the kit's git copy lacks). Name a repository and revision "
+                "of the kit that are complete"
+            )
+        if size % ROPE_ROW_BYTES:
+            raise TreeError(f"{path}: {size} bytes are not whole rows of {ROPE_ROW_BYTES}")
+        rows.append(size // ROPE_ROW_BYTES)
+    return min(rows)
+
+
 def check(kit: Path, proof: Proof, rows_wanted: int) -> int:
     """Refuse an incomplete kit or one with too short tables; returns the rows of its tables."""
     path = kit / "MANIFEST"

@@ -851,10 +851,16 @@ def engram_from_directory(directory: os.PathLike[str] | str) -> EngramTables:
 
 
 def engram_from_hub(
-    endpoint: str, repo: str, revision: str, token: str = "", *, timeout: float = 30.0
+    endpoint: str,
+    repo: str,
+    revision: str,
+    token: str = "",
+    *,
+    timeout: float = 30.0,
+    names: Iterable[str] = (),
 ) -> EngramTables:
-    """Engram tables of a Hub repository: the index says which shards hold them, their headers how many
-    rows."""
+    """Engram tables of a Hub repository: the index (or ``names``) says which shards hold them, their headers how
+    many rows."""
     client = HubClient(endpoint, repo, revision, token, timeout=timeout)
     commit, files = client.list_files()
     if _COMMIT.match(commit):
@@ -863,8 +869,18 @@ def engram_from_hub(
         item.name: item for item in files if item.name.endswith(".safetensors") and "/" not in item.name
     }
     index = next((item for item in files if item.name == "model.safetensors.index.json"), None)
-    names = sorted(shards)
-    if index is not None:
+    chosen_names = sorted(names)
+    if chosen_names:
+        lacking = sorted(set(chosen_names) - set(shards))
+        if lacking:
+            raise LockError(
+                "missing-file",
+                f"{repo}@{revision} lacks it",
+                file=lacking[0],
+                found=", ".join(sorted(shards)[:3]) or "no .safetensors file",
+                remedy="name the shards that hold the Engram tables (sparkfleet_engram_files)",
+            )
+    elif index is not None:
         document = loads_strict(client.read(index.name, 0, max(1, index.size)), index.name, "the index")
         weight_map = document.get("weight_map") if isinstance(document, dict) else None
         if not isinstance(weight_map, dict):
@@ -875,7 +891,9 @@ def engram_from_hub(
         lacking = sorted(named - set(shards))
         if lacking:
             raise LockError("missing-file", "the index names it, the server lacks it", file=lacking[0])
-        names = sorted(named)
-    headers = [client.header(name, shards[name].size) for name in names]
+        chosen_names = sorted(named)
+    else:
+        chosen_names = sorted(shards)
+    headers = [client.header(name, shards[name].size) for name in chosen_names]
     chosen = [header for header in headers if any(_ENGRAM.match(name) for name in header.tensors)]
     return EngramTables([shards[h.file] for h in chosen], _tables(chosen, f"{repo}@{revision}"), commit)

@@ -19,6 +19,7 @@ from .host_io import Host, Refusal, meminfo
 from .rank_install import gid_now
 from .rank_state import (
     RUN,
+    agent_view,
     key_path,
     launch_path,
     local_view,
@@ -144,6 +145,26 @@ def status(host: Host, docker: DockerApi, replica: str, probe: str, generation_s
         view.update(serving(local_endpoint(host, launch), launch, probe, generation_s=generation_s))
         view["endpoint"] = f"port {launch['ports']['api']}, model {launch['served_name']}"
     return view
+
+
+def memory_readings(host: Host, replica: str) -> dict[str, int | None]:
+    """MemAvailable in bytes of this node: ``before`` the running rank was started (by its agent), now (``idle``, where
+    no request runs), and the ``lowest`` since its start (by the guard). None where nobody knows."""
+    agent = agent_view(host, replica)
+    if not agent["alive"] or agent.get("phase") != "running":
+        return {"before": None, "idle": None, "lowest": None}
+    try:
+        guard = read_json(host, f"{RUN}/{replica}/guard.json") or {}
+    except Refusal:
+        guard = {}
+    same = bool(guard.get("generation")) and str(agent.get("container", "")).startswith(
+        str(guard["generation"])
+    )
+    return {
+        "before": agent.get("memory_before"),
+        "idle": meminfo(host.read("/proc/meminfo") or "").get("MemAvailable"),
+        "lowest": guard.get("low") if same else None,
+    }
 
 
 def redact(text: str, secrets: tuple[str, ...]) -> str:

@@ -41,7 +41,8 @@ class Request:
     calibration: dict[str, Any] = field(default_factory=dict)
     engine_build: str = ""
     rope_rows: int | None = None
-    situation: str = "start"
+    #: One of `budget.SITUATIONS`, or one a rank.
+    situation: str | list[str] = "start"
     engram_bytes: int | None = None
     vllm: budget.VllmRequest | None = None
     image_bytes: int = disk_budget.IMAGE_BYTES

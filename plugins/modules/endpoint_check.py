@@ -82,6 +82,16 @@ health:
   description: The endpoint's own counters.
   returned: on the head
   type: dict
+busy:
+  description: Requests that run now, by the endpoint's own counter.
+  returned: on the head
+  type: int
+memory:
+  description:
+    - MemAvailable of this node in bytes, C(before) the rank was started, now (C(idle)) and the C(lowest) since then.
+      Null where it is not known.
+  returned: success, outside of predictions
+  type: dict
 evidence:
   description: What shows the transport.
   returned: when evidence is true
@@ -101,7 +111,7 @@ from ansible.module_utils.basic import AnsibleModule
 from ..module_utils.docker_api import DockerApi
 from ..module_utils.endpoint import evidence, wait_ready
 from ..module_utils.host_io import Host, Refusal
-from ..module_utils.rank_report import local_endpoint
+from ..module_utils.rank_report import local_endpoint, memory_readings
 from ..module_utils.rank_state import agent_view, launch_path, read_json
 
 
@@ -128,6 +138,7 @@ def check(host: Host, docker: DockerApi, launch: dict[str, Any], params: dict[st
         result["models"] = endpoint.models(str(gates["ready"]["path"]))
         health = launch.get("health") or {}
         result["health"] = endpoint.health(str(health.get("path", "/health")))
+        result["busy"] = int(result["health"].get(str(health.get("running", "requests_running")), 0) or 0)
         granted = result["health"].get("context_length")
         if isinstance(granted, int) and isinstance(launch["context"], int) and granted < launch["context"]:
             raise Refusal(
@@ -140,6 +151,7 @@ def check(host: Host, docker: DockerApi, launch: dict[str, Any], params: dict[st
         found = evidence(host, docker, launch)
         result["warnings"] += found.pop("warnings")
         result.update(found)
+    result["memory"] = memory_readings(host, str(launch["replica"]))
     return result
 
 

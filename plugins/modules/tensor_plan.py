@@ -13,7 +13,7 @@ description:
     be planned before anything is downloaded.
   - Computes from it what every rank holds, name and size of its rank file, the memory budget of every node
     against the redline, the longest context, and the disk that one and two releases need.
-  - Changes nothing but O(lock_cache), and that not in check mode.
+  - Changes nothing but O(lock_cache) and O(source_cache), and those not in check mode.
 options:
   directory:
     description: Checkpoint folder on the host. Only headers are read.
@@ -124,13 +124,24 @@ options:
         returns them. With it a budget that falls under the redline refuses instead of warning.
     type: dict
     default: {}
+  calibration_file:
+    description:
+      - File on the host where the module M(sparkfleet.serving.calibration) keeps what a first start measured. It
+        counts only for the same plan and O(engine_build). A file that is absent counts for nothing, a damaged one
+        warns.
+    type: path
+  engine_build:
+    description: What builds the engine's image, as the calibration was kept with it.
+    type: str
+    default: ''
   situation:
     description:
       - V(start) judges free nodes. V(restart) and V(running) count what our rank holds now as available.
-        V(prepare) judges writing the next rank file while our rank goes on serving.
-    type: str
+        V(prepare) judges writing the next rank file while our rank goes on serving. One value, or one a rank.
+    type: list
+    elements: str
     choices: [start, restart, running, prepare]
-    default: start
+    default: [start]
   overlay:
     description:
       - A repository with other weights for some tensors of O(hub). The plan is that of both together, in the
@@ -169,6 +180,11 @@ options:
       directory:
         description: Folder on the host.
         type: path
+      names:
+        description: Shards that hold the tables. Without them the index of the repository says which.
+        type: list
+        elements: str
+        default: []
       endpoint:
         description: Address of a Hub-compatible server.
         type: str
@@ -185,6 +201,38 @@ options:
       token_file:
         description: File on the host that holds the token.
         type: path
+  kit:
+    description:
+      - Where the engine's kit comes from. Sizes of its RoPE tables bound the context before it is downloaded.
+    type: dict
+    suboptions:
+      directory:
+        description: Folder of the kit on the host.
+        type: path
+      folder:
+        description: Folder of the kit inside the repository.
+        type: str
+        default: kit
+      endpoint:
+        description: Address of a Hub-compatible server.
+        type: str
+        default: https://huggingface.co
+      repo:
+        description: Owner and name.
+        type: str
+      revision:
+        description: Commit.
+        type: str
+      token:
+        description: Access token.
+        type: str
+      token_file:
+        description: File on the host that holds the token.
+        type: path
+  source_cache:
+    description:
+      - File on the host where sizes of O(kit) and O(engram) are kept by commit, so that a second run asks no server.
+    type: path
   disk_paths:
     description:
       - Paths on the host by location (C(models), C(engram), C(rank_files), C(docker), C(data)). With
@@ -265,21 +313,31 @@ engram:
   description: Files, total and tables of the Engram source.
   returned: when O(engram) is given
   type: dict
+rope_rows:
+  description: Rows of the shortest RoPE table of the kit.
+  returned: when O(kit) is given
+  type: int
 verified:
   description: Whether the folder of O(verify) equals the lock.
   returned: when O(verify) is given
   type: bool
 """
 
+import json
 import os
+import re
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import disk_budget, model_lock, overlay, replica_plan
+from ..module_utils import calibration, disk_budget, kit, model_lock, overlay, replica_plan
 from ..module_utils.safetensors import PlanError
+from ..module_utils.tree import TreeError
+
+COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 def _cached(path: str) -> model_lock.ModelLock | None:
@@ -329,11 +387,8 @@ def find_lock(params: dict[str, Any]) -> model_lock.ModelLock:
     return model_lock.load(str(given))
 
 
-def keep_lock(module: AnsibleModule, path: str, lock: model_lock.ModelLock, result: dict[str, Any]) -> None:
-    """Write the lock where it differs from the kept one; report changed and the difference."""
-    if not path:
-        return
-    text = model_lock.dumps(lock)
+def keep(module: AnsibleModule, path: str, text: str, result: dict[str, Any]) -> None:
+    """Write a file where it differs from the kept one; report changed and the difference."""
     try:
         before = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
@@ -356,18 +411,110 @@ def keep_lock(module: AnsibleModule, path: str, lock: model_lock.ModelLock, resu
     module.atomic_move(temporary, path)
 
 
-def find_engram(params: dict[str, Any]) -> model_lock.EngramTables | None:
+class Sources:
+    """What is known of kit and Engram source by commit, kept so that a second run asks no server."""
+
+    def __init__(self, path: str | None) -> None:
+        self.path = path
+        self.found: dict[str, Any] = {}
+        self.kept: dict[str, Any] = {}
+        try:
+            document = json.loads(Path(path).read_text(encoding="utf-8")) if path else {}
+        except (OSError, ValueError):
+            document = {}
+        if isinstance(document, dict):
+            self.kept = document
+
+    def of(self, kind: str, source: dict[str, Any], make: Callable[[], Any]) -> Any:
+        """A plain value from the source, or the kept one of the same commit."""
+        where = [source["endpoint"], source["repo"], source["revision"]]
+        key = " ".join([kind, *map(str, where), *source.get("names", []), source.get("folder", "")]).strip()
+        pinned = bool(COMMIT.fullmatch(str(source["revision"])))
+        value = self.kept[key] if pinned and key in self.kept else make()
+        if pinned:
+            self.found[key] = value
+        return value
+
+    @property
+    def text(self) -> str:
+        return json.dumps(self.found, indent=1, sort_keys=True) + "\n"
+
+
+def _needs(source: dict[str, Any], what: str) -> None:
+    if not source["repo"] or not source["revision"]:
+        raise PlanError(f"bad-{what}", "needs a directory, or repo and revision", tensor=what)
+
+
+def find_engram(params: dict[str, Any], sources: Sources) -> model_lock.EngramTables | None:
     """The Engram tables of the given source."""
     engram = params["engram"]
     if not engram:
         return None
     if engram["directory"]:
         return model_lock.engram_from_directory(engram["directory"])
-    if not engram["repo"] or not engram["revision"]:
-        raise PlanError("bad-engram", "needs a directory, or repo and revision", tensor="engram")
-    return model_lock.engram_from_hub(
-        engram["endpoint"], engram["repo"], engram["revision"], token_of(engram)
-    )
+    _needs(engram, "engram")
+
+    def ask() -> dict[str, Any]:
+        found = model_lock.engram_from_hub(
+            engram["endpoint"], engram["repo"], engram["revision"], token_of(engram), names=engram["names"]
+        )
+        return {
+            "files": [list(item) for item in found.files],
+            "tables": {str(layer): list(shape) for layer, shape in found.tables.items()},
+            "revision": found.revision,
+        }
+
+    try:
+        value = sources.of("engram", engram, ask)
+        return model_lock.EngramTables(
+            [model_lock.LockFile(*row) for row in value["files"]],
+            {int(layer): (int(rows), int(size)) for layer, (rows, size) in value["tables"].items()},
+            str(value["revision"]),
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise PlanError(
+            "bad-cache", f"is damaged: {error}", file=str(params["source_cache"]), remedy="remove it"
+        ) from None
+
+
+def find_rope_rows(params: dict[str, Any], sources: Sources) -> int | None:
+    """Rows of the RoPE tables of the given kit. Raises PlanError for a kit that lacks them."""
+    source = params["kit"]
+    if not source:
+        return None
+    try:
+        if source["directory"]:
+            root = Path(source["directory"])
+            sizes = {path.name: path.stat().st_size for path in root.iterdir() if path.is_file()}
+            return kit.rows_by_sizes(sizes)
+        _needs(source, "kit")
+
+        def ask() -> int:
+            client = model_lock.HubClient(
+                source["endpoint"], source["repo"], source["revision"], token_of(source)
+            )
+            listed = client.list_files()[1]
+            return kit.rows_by_sizes({item.name: item.size for item in listed}, source["folder"])
+
+        return int(sources.of("kit", source, ask))
+    except TreeError as error:
+        where = source["directory"] or f"{source['repo']}@{source['revision']}"
+        raise PlanError("bad-kit", str(error), file=where) from None
+
+
+def find_calibration(module: AnsibleModule) -> dict[str, Any]:
+    """What was given, or what the host keeps. A damaged file is said and counts for nothing."""
+    params = module.params
+    if params["calibration"] or not params["calibration_file"]:
+        return dict(params["calibration"])
+    path = Path(params["calibration_file"])
+    try:
+        return calibration.parse(path.read_text(encoding="utf-8"), str(path))
+    except FileNotFoundError:
+        return {}
+    except (OSError, UnicodeDecodeError, PlanError) as error:
+        module.warn(f"the kept calibration is not used: {error}")
+        return {}
 
 
 def verify(module: AnsibleModule, lock: model_lock.ModelLock, result: dict[str, Any]) -> None:
@@ -414,7 +561,9 @@ def run(module: AnsibleModule) -> dict[str, Any]:
             "overlay": overlay.manifest(changes.files, list(changes.shards)),
             "links": [link._asdict() for link in merged.links],
         }
-    tables = find_engram(params)
+    sources = Sources(params["source_cache"])
+    tables = find_engram(params, sources)
+    rows = find_rope_rows(params, sources)
     request = replica_plan.Request(
         context=params["context"],
         world=params["world"],
@@ -430,11 +579,15 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         min_avail_gib=params["min_avail_gib"],
         mem_available_gib=params["mem_available_gib"] or None,
         mem_total_gib=params["mem_total_gib"],
-        calibration=params["calibration"],
-        situation=params["situation"],
+        calibration=find_calibration(module),
+        engine_build=params["engine_build"],
+        rope_rows=rows,
+        situation=params["situation"][0] if len(params["situation"]) == 1 else params["situation"],
         engram_bytes=tables.total_bytes if tables else None,
     )
     plan, _split = replica_plan.make_plan(lock, request)
+    if rows is not None:
+        result["rope_rows"] = rows
     if tables:
         result["engram"] = {
             "files": [{"name": f.name, "size": f.size, "sha256": f.sha256} for f in tables.files],
@@ -458,9 +611,12 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         ]
         judged = disk_budget.disk_for_node(plan, params["rank"], rows)
         plan["disk"] = [judged if row["rank"] == params["rank"] else row for row in plan["disk"]]
-    keep_lock(module, params["lock_cache"], base, result)
-    if merged is not None:
-        keep_lock(module, params["overlay"]["lock_cache"], changes, result)
+    if params["lock_cache"]:
+        keep(module, params["lock_cache"], model_lock.dumps(base), result)
+    if merged is not None and params["overlay"]["lock_cache"]:
+        keep(module, params["overlay"]["lock_cache"], model_lock.dumps(changes), result)
+    if params["source_cache"]:
+        keep(module, params["source_cache"], sources.text, result)
     verify(module, lock, result)
     result["plan"] = plan
     result["lock"] = lock.summary()
@@ -478,7 +634,7 @@ def main() -> None:
         "timeout": {"type": "float", "default": 30},
     }
     changes = {**hub, "lock_cache": {"type": "path"}}
-    engram = {
+    source = {
         "directory": {"type": "path"},
         "endpoint": {"type": "str", "default": "https://huggingface.co"},
         "repo": {"type": "str"},
@@ -486,6 +642,8 @@ def main() -> None:
         "token": {"type": "str", "no_log": True},
         "token_file": {"type": "path", "no_log": False},
     }
+    engram = {**source, "names": {"type": "list", "elements": "str", "default": []}}
+    kit_source = {**source, "folder": {"type": "str", "default": "kit"}}
     module = AnsibleModule(
         argument_spec={
             "directory": {"type": "path"},
@@ -515,11 +673,16 @@ def main() -> None:
             "mem_total_gib": {"type": "float"},
             "calibration": {"type": "dict", "default": {}},
             "situation": {
-                "type": "str",
-                "default": "start",
+                "type": "list",
+                "elements": "str",
+                "default": ["start"],
                 "choices": ["start", "restart", "running", "prepare"],
             },
+            "calibration_file": {"type": "path"},
+            "engine_build": {"type": "str", "default": ""},
             "engram": {"type": "dict", "options": engram},
+            "kit": {"type": "dict", "options": kit_source},
+            "source_cache": {"type": "path"},
             "disk_paths": {"type": "dict", "default": {}},
             "disk_held": {"type": "dict", "default": {}},
             "rank": {"type": "int"},

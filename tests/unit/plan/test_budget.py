@@ -524,3 +524,16 @@ def test_the_kits_rope_tables_bound_the_context(full_lock: ModelLock, dims: Dims
     assert replica(full_lock, dims)["rope_rows"] is None
     with pytest.raises(bu.BudgetError):
         replica(full_lock, dims, rope_rows=0)
+
+
+def test_half_a_replica_that_runs_is_judged_by_halves(full_lock: ModelLock, dims: Dims) -> None:
+    """Rank 0 serves and holds its memory; the node of rank 1 is free. Neither may be judged as the other."""
+    left = replica(full_lock, dims)["nodes"][0]["idle_after_gib"]
+    half = replica(full_lock, dims, available_gib=[left, 118.0], situation=["running", "start"])
+    assert [node["effective_available_gib"] for node in half["nodes"]] == pytest.approx(
+        [117.0, 118.0], abs=0.01
+    )
+    assert half["verdict"] == "fits"
+    assert replica(full_lock, dims, available_gib=[left, 118.0])["verdict"] == "does_not_fit"
+    with pytest.raises(bu.BudgetError, match="one a rank"):
+        replica(full_lock, dims, situation=["running"] * 3)
