@@ -1,59 +1,52 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 """Filters that turn inventory variables into plain member records for the roles.
 
-These are the only places, beside inventories and playbooks, that know the names `sparkfleet_*`.
+These are the only places, beside inventories and playbooks, that know the names `sparkfleet_*`. The pure code is
+plugins/module_utils/inventory_values.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import yaml
 from ansible.errors import AnsibleFilterError
+from ansible_collections.sparkfleet.serving.plugins.module_utils import inventory_values as core
 
-ENGINE = "tensorfold_native"
-
-
-def _number(host: str, values: Mapping[str, Any], key: str, default: int) -> int:
-    raw = values.get(key, default)
-    try:
-        if isinstance(raw, bool):
-            raise ValueError
-        return int(raw)
-    except (TypeError, ValueError) as error:
-        raise AnsibleFilterError(f"{host}: {key} is {raw!r}, wanted a whole number") from error
+ROOT = Path(__file__).resolve().parents[2]
+#: Where every variable of the fleet is read or shown, below the collection.
+SOURCES = ("playbooks", "inventory/example", "plugins/filter", "plugins/inventory", "plugins/module_utils")
 
 
-def _rails(host: str, values: Mapping[str, Any]) -> list[dict[str, Any]]:
-    raw = values.get("sparkfleet_rails") or []
-    if isinstance(raw, (str, bytes, Mapping)):
-        raise AnsibleFilterError(f"{host}: sparkfleet_rails is not a list of rails")
-    found = []
-    for entry in raw:
-        rail = {"address": entry} if isinstance(entry, str) else entry
-        if not isinstance(rail, Mapping):
-            raise AnsibleFilterError(
-                f"{host}: an entry of sparkfleet_rails is {rail!r}, wanted {{address: 10.77.0.1/30}}"
-            )
-        found.append({key: str(rail[key]) for key in ("address", "netdev") if rail.get(key)})
-    return found
-
-
-def member(host: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """One host as a member record. A host without sparkfleet_rank is rank 0 of a world of one only when it
-    has no
-    sparkfleet_world either: half a pair must not turn into a single node by a forgotten line."""
-    return {
-        "name": str(host),
-        "replica": str(values.get("sparkfleet_replica") or ""),
-        "rank": _number(host, values, "sparkfleet_rank", 0),
-        "world": _number(host, values, "sparkfleet_world", 2 if "sparkfleet_rank" in values else 1),
-        "address": str(values.get("ansible_host") or host),
-        "rails": _rails(host, values),
-        "engine": str(values.get("sparkfleet_engine") or ENGINE),
-        "context": values.get("sparkfleet_context"),
+@functools.cache
+def known_names() -> frozenset[str]:
+    """Every `sparkfleet_*` name that the collection itself reads or its example sets."""
+    files = [
+        path
+        for folder in SOURCES
+        for path in sorted((ROOT / folder).rglob("*"))
+        if "collections" not in path.relative_to(ROOT).parts
+    ]
+    texts = {
+        suffix: [p.read_text(encoding="utf-8") for p in files if p.suffix == suffix]
+        for suffix in (".yml", ".py")
     }
+    return core.fleet_names(texts[".yml"], texts[".py"])
+
+
+@functools.cache
+def role_options() -> dict[str, frozenset[str]]:
+    """Role to its options, from the argument specs."""
+    found = {}
+    for path in sorted((ROOT / "roles").glob("*/meta/argument_specs.yml")):
+        specs = yaml.safe_load(path.read_text(encoding="utf-8"))["argument_specs"]
+        found[path.parts[-3]] = frozenset(
+            name for spec in specs.values() for name in spec.get("options") or {}
+        )
+    return found
 
 
 def members(
@@ -67,10 +60,11 @@ def members(
     for host in hosts:
         if host not in hostvars:
             raise AnsibleFilterError(f"{host} is not in the inventory")
-        rows.append(member(host, hostvars[host]))
-    if replica is not None:
-        rows = [row for row in rows if row["replica"] == str(replica)]
-    return sorted(rows, key=lambda row: (row["replica"], row["rank"], row["name"]))
+        try:
+            rows.append(core.member(host, hostvars[host]))
+        except core.ValuesError as error:
+            raise AnsibleFilterError(str(error)) from error
+    return core.in_order(rows, replica)
 
 
 def collect(
@@ -89,24 +83,29 @@ def collect(
     return found
 
 
-_TRUTHS = ("true", "false", "yes", "no", "on", "off", "1", "0")
-
-
 def value_refusals(values: Mapping[str, Any]) -> list[str]:
-    """What is wrong with values that several roles share, by sight: one sentence each. A word that is no truth value
-    would otherwise count as false, and change what every rank loads."""
-    found = []
-    for name, least, most in (("sparkfleet_context", 1, 1 << 24), ("sparkfleet_parallel", 1, 64)):
-        text = str(values.get(name, "")).strip()
-        # An absent or empty context is an unset pin, which preflight lists with the others.
-        if text and not (text.isdigit() and least <= int(text) <= most):
-            found.append(f"{name} is {text!r}, wanted a whole number from {least} to {most}")
-    drafts = values.get("sparkfleet_drafts", True)
-    if not isinstance(drafts, bool) and str(drafts).strip().lower() not in _TRUTHS:
-        found.append(f"sparkfleet_drafts is {drafts!r}, wanted true or false")
-    path = str(values.get("sparkfleet_hub_token_file") or "")
-    if path and not Path(path).is_file():
-        found.append(f"sparkfleet_hub_token_file names {path}, which is no file on this machine")
+    """What is wrong with values and names of one host's variables, by sight: one sentence each."""
+    return core.value_refusals(values) + core.name_refusals(list(values), known_names(), role_options())
+
+
+def node_files(hosts: Iterable[str], hostvars: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """[{node, name, path, private}]: files with secrets that the heads of these hosts' replicas must have."""
+    try:
+        return core.node_files({host: hostvars[host] for host in hosts})
+    except core.ValuesError as error:
+        raise AnsibleFilterError(str(error)) from error
+
+
+def plan_inputs(members: Sequence[Mapping[str, Any]], probes: Mapping[str, Any]) -> dict[str, Any]:
+    """{situation, available_gib, total_gib} by rank, for the module tensor_plan."""
+    return core.plan_inputs(members, probes)
+
+
+def of_rank(rows: Iterable[Mapping[str, Any]], rank: Any) -> Mapping[str, Any]:
+    """The row of a rank among rows of all ranks."""
+    found = next((row for row in rows if int(row["rank"]) == int(rank)), None)
+    if found is None:
+        raise AnsibleFilterError(f"there is no rank {rank} in the plan; run the play for the whole replica")
     return found
 
 
@@ -114,4 +113,11 @@ class FilterModule:
     """Filters of the collection about the fleet."""
 
     def filters(self) -> dict[str, Any]:
-        return {"members": members, "collect": collect, "value_refusals": value_refusals}
+        return {
+            "members": members,
+            "collect": collect,
+            "value_refusals": value_refusals,
+            "node_files": node_files,
+            "plan_inputs": plan_inputs,
+            "of_rank": of_rank,
+        }

@@ -49,12 +49,6 @@ def replica_table(nodes: Sequence[Mapping[str, Any]], redline_gib: float = 4.0) 
     return table(head, rows)
 
 
-def gib_of(memories: Iterable[Mapping[str, Any]], key: str) -> list[float]:
-    """One figure of each node's memory in GiB; empty where a node does not tell."""
-    values = [memory.get(key) for memory in memories if isinstance(memory, Mapping)]
-    return [round(int(value) / GIB, 2) for value in values if value is not None] if None not in values else []
-
-
 def plan_table(plan: Mapping[str, Any]) -> str:
     """The plan of one replica: what each rank holds, needs and leaves, and the verdict."""
     ranks = {int(row["rank"]): row for row in plan["ranks"]}
@@ -76,6 +70,10 @@ def plan_table(plan: Mapping[str, Any]) -> str:
     lines = [table(head, rows), f"{budget['verdict']}: {budget['reason']}"]
     if budget.get("largest_context") is not None:
         lines.append(f"largest context that fits: {budget['largest_context']}")
+    own = all(node.get("calibrated") for node in budget["nodes"])
+    lines.append(
+        f"memory constants: {'measured on this replica' if own else 'of other builds, until a first start'}"
+    )
     return "\n".join(lines)
 
 
@@ -151,7 +149,6 @@ class FilterModule:
 
     def filters(self) -> dict[str, Any]:
         return {
-            "gib_of": gib_of,
             "plan_table": plan_table,
             "replica_table": replica_table,
             "report_rows": report_rows,

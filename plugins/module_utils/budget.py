@@ -603,8 +603,9 @@ def plan_budget(
     """The budget of a replica: terms, nodes, verdict, largest context, levers.
 
     ``ranks``: rows with rank, file_bytes and draft_bytes. ``situation``: one, or one a rank (half of a replica may
-    run). ``calibration``: by rank number as text, of `calibrate`. ``vllm``: its pool in place of the engine's own (the bytes are given, the tokens follow).
-    ``rope_rows``: rows of the RoPE tables that the engine is given; None where they are not known.
+    run). ``calibration``: by rank number as text, of `calibrate`. ``vllm``: its pool in place of the engine's own
+    (the bytes are given, the tokens follow). ``rope_rows``: rows of the RoPE tables that the engine is given; None
+    where they are not known.
     Raises BudgetError where a number cannot be.
     """
     if chunk < 1:

@@ -44,12 +44,12 @@ def _constants(rows: object, label: str) -> dict[str, dict[str, float]]:
         )
     found: dict[str, dict[str, float]] = {}
     for rank, values in rows.items():
-        good = str(rank).isdigit() and isinstance(values, Mapping) and set(values) <= set(KEYS) and values
-        good = good and all(
+        own = values if isinstance(values, Mapping) else {}
+        good = all(
             isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
-            for value in values.values()
+            for value in own.values()
         )
-        if not good:
+        if not (good and own and str(rank).isdigit() and set(own) <= set(KEYS)):
             raise CalibrationError(
                 "bad-calibration",
                 "is no set of constants",
@@ -58,7 +58,7 @@ def _constants(rows: object, label: str) -> dict[str, dict[str, float]]:
                 found=str(values)[:80],
                 wanted=f"numbers of GiB: {', '.join(KEYS)}",
             )
-        found[str(rank)] = {str(name): float(value) for name, value in values.items()}
+        found[str(rank)] = {str(name): float(value) for name, value in own.items()}
     return found
 
 

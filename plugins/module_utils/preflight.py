@@ -118,6 +118,7 @@ class Options:
     container_name: str = ""
     disk_needs: tuple[Mapping[str, Any], ...] = ()
     local_paths: tuple[str, ...] = ()
+    secret_files: tuple[Mapping[str, Any], ...] = ()
     takeover: bool = False
     rdma_mtu: int = 4096
 
@@ -128,7 +129,7 @@ class Options:
         if unknown:
             raise ValueError(f"unknown preflight option {', '.join(sorted(unknown))}")
         values = dict(raw)
-        for key in ("known_engines", "warn", "disk_needs", "local_paths"):
+        for key in ("known_engines", "warn", "disk_needs", "local_paths", "secret_files"):
             if key in values:
                 values[key] = tuple(values[key])
         if "ports" in values:
@@ -599,6 +600,37 @@ def disk_refusals(
     return found
 
 
+def _secrets(node: str, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    """Files with a key or a token that this node must have: there, not empty, and not for others to read."""
+    seen = (probe.get("disk") or {}).get("paths") or {}
+    found = []
+    for row in options.secret_files:
+        path = str(row["path"])
+        if str(row["node"]) != node or path not in seen:
+            continue
+        facts, state = seen[path], ""
+        if facts.get("exists") is False:
+            state = "absent"
+        elif facts.get("size_bytes") is None:
+            # On a network filesystem nothing is asked; the role that needs the file asks it.
+            state = "" if facts.get("network") else "no file"
+        elif facts["size_bytes"] == 0:
+            state = "empty"
+        elif row.get("private") and int(str(facts.get("mode") or "0"), 8) & 0o077:
+            state = f"readable by others (mode {facts['mode']})"
+        if state:
+            found.append(
+                Refusal(
+                    "secret-file",
+                    node,
+                    f"{row['name']} names {path}, which is {state}",
+                    "a file with the secret on this node" + (", mode 0600" if row.get("private") else ""),
+                    f"write it there (chmod 600), or correct {row['name']}",
+                )
+            )
+    return found
+
+
 def _killers(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
     found = []
     for row in (probe.get("systemd") or {}).get("memory_killers") or []:
@@ -740,6 +772,7 @@ def node_refusals(
         *_memory(node, probe, options),
         *_fragmented(node, probe, options),
         *_disk(node, member.rank, probe, options),
+        *_secrets(node, probe, options),
     ]
 
 

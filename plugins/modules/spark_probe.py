@@ -130,7 +130,8 @@ probe:
       returned: subset gpu
     clocks: {description: "units that lock clocks, with what the journal of this boot confirms.", type: dict,
       returned: subset clocks}
-    disk: {description: "filesystems, paths, disks.", type: dict, returned: subset disk}
+    disk: {description: "filesystems, paths (where each lies, exists, held_bytes, and of a file size_bytes and mode),
+      disks.", type: dict, returned: subset disk}
     systemd: {description: "known, default_target, units, memory_killers.", type: dict, returned: subset
       systemd}
     listeners: {description: "protocol, address, port, pid, process.", type: list, elements: dict, returned:

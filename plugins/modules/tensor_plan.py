@@ -502,19 +502,17 @@ def find_rope_rows(params: dict[str, Any], sources: Sources) -> int | None:
         raise PlanError("bad-kit", str(error), file=where) from None
 
 
-def find_calibration(module: AnsibleModule) -> dict[str, Any]:
-    """What was given, or what the host keeps. A damaged file is said and counts for nothing."""
-    params = module.params
+def find_calibration(params: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """(what was given, or what the host keeps; warnings). A damaged file is said and counts for nothing."""
     if params["calibration"] or not params["calibration_file"]:
-        return dict(params["calibration"])
+        return dict(params["calibration"]), []
     path = Path(params["calibration_file"])
     try:
-        return calibration.parse(path.read_text(encoding="utf-8"), str(path))
+        return calibration.parse(path.read_text(encoding="utf-8"), str(path)), []
     except FileNotFoundError:
-        return {}
+        return {}, []
     except (OSError, UnicodeDecodeError, PlanError) as error:
-        module.warn(f"the kept calibration is not used: {error}")
-        return {}
+        return {}, [f"the kept calibration is not used: {error}"]
 
 
 def verify(module: AnsibleModule, lock: model_lock.ModelLock, result: dict[str, Any]) -> None:
@@ -563,7 +561,8 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         }
     sources = Sources(params["source_cache"])
     tables = find_engram(params, sources)
-    rows = find_rope_rows(params, sources)
+    rope_rows = find_rope_rows(params, sources)
+    measured, told = find_calibration(params)
     request = replica_plan.Request(
         context=params["context"],
         world=params["world"],
@@ -579,15 +578,16 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         min_avail_gib=params["min_avail_gib"],
         mem_available_gib=params["mem_available_gib"] or None,
         mem_total_gib=params["mem_total_gib"],
-        calibration=find_calibration(module),
+        calibration=measured,
         engine_build=params["engine_build"],
-        rope_rows=rows,
+        rope_rows=rope_rows,
         situation=params["situation"][0] if len(params["situation"]) == 1 else params["situation"],
         engram_bytes=tables.total_bytes if tables else None,
     )
     plan, _split = replica_plan.make_plan(lock, request)
-    if rows is not None:
-        result["rope_rows"] = rows
+    plan["warnings"] += told
+    if rope_rows is not None:
+        result["rope_rows"] = rope_rows
     if tables:
         result["engram"] = {
             "files": [{"name": f.name, "size": f.size, "sha256": f.sha256} for f in tables.files],

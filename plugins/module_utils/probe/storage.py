@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import PurePosixPath
+from stat import S_ISREG
 from typing import Any
 
 from .reader import Reader
@@ -141,6 +142,20 @@ def held_bytes(reader: Reader, path: str) -> int | None:
     return total
 
 
+NO_FILE: dict[str, Any] = {"size_bytes": None, "mode": None}
+
+
+def file_facts(reader: Reader, path: str) -> dict[str, Any]:
+    """Size in bytes and mode (octal digits) of a regular file, links followed; None where it is none."""
+    try:
+        stat = reader.path(path).stat()
+    except OSError:
+        return NO_FILE
+    if not S_ISREG(stat.st_mode):
+        return NO_FILE
+    return {"size_bytes": stat.st_size, "mode": f"{stat.st_mode & 0o7777:04o}"}
+
+
 def read(reader: Reader, paths: list[str], count: list[str] | None = None) -> dict[str, Any]:
     mounts = parse_mountinfo(reader.text("/proc/self/mountinfo") or "")
     filesystems = []
@@ -179,6 +194,7 @@ def read(reader: Reader, paths: list[str], count: list[str] | None = None) -> di
             if path in (count or []) and not (holder and holder["network"])
             else None,
             "exists": reader.exists(path) if not (holder and holder["network"]) else None,
+            **(NO_FILE if holder and holder["network"] else file_facts(reader, path)),
             "mountpoint": mount["mountpoint"] if mount else None,
             "fstype": mount["fstype"] if mount else None,
             "network": holder["network"] if holder else None,

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
+from ansible_collections.sparkfleet.serving.plugins.filter import fleet
 from ansible_collections.sparkfleet.serving.plugins.filter.fleet import value_refusals
+from ansible_collections.sparkfleet.serving.plugins.module_utils import inventory_values as core
+
+ROOT = Path(__file__).parents[3]
 
 
 @pytest.mark.parametrize(
@@ -43,3 +49,94 @@ def test_a_token_file_that_is_not_there_is_named(tmp_path: Path) -> None:
     assert "sparkfleet_hub_token_file" in text
     (tmp_path / "token").write_text("x")
     assert value_refusals({"sparkfleet_hub_token_file": str(tmp_path / "token")}) == []
+    (tmp_path / "token").write_text(" \n")
+    (text,) = value_refusals({"sparkfleet_hub_token_file": str(tmp_path / "token")})
+    assert "empty" in text
+    (tmp_path / "token").write_bytes(b"\xff\xfe")
+    assert "no text" in value_refusals({"sparkfleet_hub_token_file": str(tmp_path / "token")})[0]
+    assert "no file" in value_refusals({"sparkfleet_hub_token_file": str(tmp_path)})[0]
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("sparkfleet_contxt", "sparkfleet_context"),
+        ("sparkfleet_draft", "sparkfleet_drafts"),
+        ("sparkfleet_model_revison", "sparkfleet_model_revision"),
+        ("sparkfleet_railz", "sparkfleet_rails"),
+        ("sparkfleet_quux", ""),
+        ("ranks_setting", "ranks_settings"),
+        ("guard_redlinegib", "guard_redline_gib"),
+        ("rank_files_kit_foldr", "rank_files_kit_folder"),
+    ],
+)
+def test_a_misspelt_name_is_refused_with_the_nearest(name: str, nearest: str) -> None:
+    (text,) = value_refusals({name: "1"})
+    assert text.startswith(f"{name} is no variable of ")
+    assert f"did you mean {nearest}?" in text if nearest else "did you mean" not in text
+
+
+def test_other_names_are_the_users_own() -> None:
+    own = {
+        "image_of_the_day": 1,
+        "ansible_host": "x",
+        "ranks_result": {},
+        "my_context": 1,
+        "guard_dog": "rex",
+    }
+    assert value_refusals(own) == []
+
+
+def test_every_name_that_an_inventory_of_ours_sets_is_known() -> None:
+    for path in (*(ROOT / "inventory").glob("*/group_vars/all.yml"), ROOT / "lab/overrides.yml"):
+        names = yaml.safe_load(path.read_text())
+        assert (
+            len(names) > 10 and core.name_refusals(names, fleet.known_names(), fleet.role_options()) == []
+        ), path
+    for role, options in fleet.role_options().items():
+        assert options and core.name_refusals(options, (), {role: options}) == []
+
+
+def test_known_names_come_from_what_reads_them() -> None:
+    known = fleet.known_names()
+    assert {"sparkfleet_context", "sparkfleet_rank", "sparkfleet_rails", "sparkfleet_hosts"} <= known
+    assert "sparkfleet_node" not in known, "the agent's package is no variable"
+    assert not [name for name in known if "contxt" in name]
+
+
+def test_files_with_secrets_are_wanted_of_heads() -> None:
+    shared = {"sparkfleet_replica": "a", "ranks_api_key_file": "/etc/key", "engram_token_file": "/root/token"}
+    rows = core.node_files({"one": {**shared, "sparkfleet_rank": 0}, "two": {**shared, "sparkfleet_rank": 1}})
+    assert [(row["node"], row["name"], row["private"]) for row in rows] == [
+        ("one", "ranks_api_key_file", True),
+        ("one", "engram_token_file", False),
+    ]
+    assert core.node_files({"one": {"ranks_api_key": "k", "ranks_api_key_file": "/etc/key"}}) == []
+
+
+def test_plan_inputs_judge_each_node_by_what_runs_there() -> None:
+    members = [{"name": "one"}, {"name": "two"}]
+    ours = {"owned": True, "state": "running"}
+    memory = {"total_bytes": 120 << 30, "available_bytes": 15 << 30}
+    probes: dict[str, dict[str, Any]] = {
+        "one": {"memory": memory, "docker": {"containers": [ours]}},
+        "two": {
+            "memory": {**memory, "available_bytes": 117 << 30},
+            "docker": {"containers": [{**ours, "owned": False}]},
+        },
+    }
+    assert core.plan_inputs(members, probes) == {
+        "situation": ["running", "start"],
+        "available_gib": [15.0, 117.0],
+        "total_gib": 120.0,
+    }
+    assert core.plan_inputs(members, {"one": probes["one"]}) == {
+        "situation": ["running", "start"],
+        "available_gib": [],
+        "total_gib": None,
+    }
+    stopped = {
+        "one": {"docker": {"containers": [{"owned": True, "state": "exited"}]}},
+        "two": {"docker": None},
+    }
+    assert core.plan_inputs(members, stopped)["situation"] == ["start", "start"]

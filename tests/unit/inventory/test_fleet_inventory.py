@@ -12,7 +12,7 @@ import netaddr
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.filter import fleet as fleet_filter
 from ansible_collections.sparkfleet.serving.plugins.inventory import fleet
-from ansible_collections.sparkfleet.serving.plugins.module_utils import rails
+from ansible_collections.sparkfleet.serving.plugins.module_utils import inventory_values, rails
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -120,7 +120,7 @@ def test_a_ring_has_its_own_pool_and_renumbers_nobody(world: int) -> None:
     last = 8 * world - 8
     assert first == ["10.78.0.1/30", "10.78.0.5/30", f"10.78.0.{last + 2}/30", f"10.78.0.{last + 6}/30"]
     assert "sparkfleet_ring_pool" not in rows["n0"]
-    members = [fleet_filter.member(name, values) for name, values in rows.items()]
+    members = [inventory_values.member(name, values) for name, values in rows.items()]
     assert rails.replica_refusals(members) == []
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils import peer_wire
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import DockerApi
-from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Refusal
+from ansible_collections.sparkfleet.serving.plugins.module_utils.host_io import Refusal, meminfo
 
 from node.sparkfleet_node import common, logs, peer, rank
 from tests.unit.node.conftest import INSTALL, TreeHost, launch_of, put_launch
@@ -101,6 +101,7 @@ def test_a_rank_from_gate_to_saved_log(
     docker.on_start = lambda row: row.update(log=b"hello\n")
     run = Run(node, api, peers)
     status = run.running()
+    assert status["memory_before"] == meminfo(node.read("/proc/meminfo") or "")["MemAvailable"]
     body = docker.bodies[NAME]
     assert "NCCL_IB_GID_INDEX=3" in body["Env"] and status["gid_index"] == 3
     assert body["HostConfig"]["Devices"][0]["PathOnHost"] == "/dev/infiniband"

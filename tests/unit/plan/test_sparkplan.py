@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ansible_collections.sparkfleet.serving.plugins.module_utils import calibration
 from ansible_collections.sparkfleet.serving.plugins.module_utils import model_lock as ml
 
 from tests.unit.plan.conftest import ROOT
@@ -163,3 +164,35 @@ def test_shipped_lock_is_the_reconstructed_pack_and_marked(full_lock: ml.ModelLo
     shipped = ml.load(ROOT / "models" / "deepseek-v41-flash-exl3-2.9bpw.json")
     assert shipped.source["kind"] == "reconstructed"
     assert ml.dumps(shipped) == ml.dumps(full_lock)
+
+
+def test_a_calibration_is_taken_from_the_replicas_own_file(checkpoint: Path, tmp_path: Path) -> None:
+    """The file that the head of a replica keeps; of another plan it counts for nothing, and that is told."""
+    base = [checkpoint, "--context", 2048, "--mem-available-gib", 100]
+    kept = tmp_path / "pair-1.json"
+    ranks = {"0": {"overhead": 3.5}, "1": {"overhead": 3.25}}
+    kept.write_text(
+        json.dumps(
+            {"format": calibration.FORMAT, "plan": plan(*base)["digest"], "build": "b", "ranks": ranks}
+        )
+    )
+    found = plan(*base, "--calibration", kept)
+    assert [node["terms_gib"]["runtime"] for node in found["budget"]["nodes"]] == [3.5, 3.25]
+    assert "as a first start of this replica measured them" in sparkplan(*base, "--calibration", kept).stdout
+    other = plan(checkpoint, "--context", 4096, "--calibration", kept)
+    assert not any(node["calibrated"] for node in other["budget"]["nodes"])
+    assert "another model, engine or settings" in " ".join(other["warnings"])
+    kept.write_text(json.dumps({"0": {"overhead": 3.5}}))
+    plain = plan(*base, "--calibration", kept)
+    assert [node["calibrated"] for node in plain["budget"]["nodes"]] == [True, False]
+    kept.write_text('{"0": {"overhead": "much"}}')
+    refused = sparkplan(*base, "--calibration", kept)
+    assert refused.returncode == 2 and "pair-1.json: rank 0: is no set of constants" in refused.stderr
+
+
+def test_rope_rows_bound_the_context(checkpoint: Path) -> None:
+    base = [checkpoint, "--mem-available-gib", 100, "--rope-rows", 4096 + 17]
+    assert plan(*base, "--context", 4096)["budget"]["largest_context"] == 4096
+    refused = sparkplan(*base, "--context", 6144)
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1
+    assert "ShortRopeTable" in refused.stderr and "wanted at most 4096" in refused.stderr

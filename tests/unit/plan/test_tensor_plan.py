@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 from ansible.module_utils.testing import patch_module_args
+from ansible_collections.sparkfleet.serving.plugins.module_utils import calibration, kit
 from ansible_collections.sparkfleet.serving.plugins.module_utils import model_lock as ml
 
 from tests.unit.plan.conftest import ROOT
@@ -68,7 +69,7 @@ def test_the_kept_lock_changes_once_and_never_in_check_mode(
     done = run(diff=True, **arguments)
     assert done["changed"]
     assert done["diff"] == predicted["diff"]
-    assert done["diff"][0]["after"] == cache.read_text()
+    assert [row["after"] for row in done["diff"]] == [cache.read_text()]
     assert cache.stat().st_mode & 0o777 == 0o644
     assert [p.name for p in cache.parent.iterdir()] == ["lock.json"]
     again = run(diff=True, **arguments)
@@ -188,6 +189,108 @@ def test_engram_source_gives_files_and_warns_of_other_rows(
     assert run(directory=str(checkpoint), engram={"repo": "own/m"})["refusal"]["fault"] == "bad-engram"
 
 
+def rope(folder: Path, rows: int, missing: str = "") -> Path:
+    folder.mkdir(exist_ok=True)
+    for name in kit.ROPE_TABLES:
+        if name != missing:
+            (folder / name).write_bytes(bytes(128 * rows))
+    return folder
+
+
+def test_the_kit_bounds_the_context_before_it_is_fetched(run: Run, checkpoint: Path, tmp_path: Path) -> None:
+    source = {"directory": str(rope(tmp_path / "kit", 4096 + 17))}
+    fits = run(directory=str(checkpoint), kit=source, context=4096, mem_available_gib=[100])
+    assert fits["rope_rows"] == 4113
+    assert fits["plan"]["budget"]["largest_context"] == fits["plan"]["budget"]["max_context"] == 4096
+    refused = run(directory=str(checkpoint), kit=source, context=4097)
+    assert refused["refusal"]["fault"] == "short-rope"
+    assert "4113 rows" in refused["msg"] and "wanted at most 4096" in refused["msg"]
+    without = {"directory": str(rope(tmp_path / "git", 9, missing="rope-plain-sin.f32"))}
+    lacking = run(directory=str(checkpoint), kit=without)
+    assert lacking["refusal"]["fault"] == "bad-kit" and "rope-plain-sin.f32 is absent" in lacking["msg"]
+    (tmp_path / "git" / "rope-plain-sin.f32").write_bytes(bytes(100))
+    assert "not whole rows" in run(directory=str(checkpoint), kit=without)["msg"]
+    assert run(directory=str(checkpoint), kit={"repo": "own/m"})["refusal"]["fault"] == "bad-kit"
+
+
+@pytest.mark.field("B65")
+def test_kit_and_engram_source_are_asked_once_for_a_pinned_commit(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    root = rope(tmp_path / "sources", 4113)
+    write_sparse(root, {"e.safetensors": engram(1000), "f.safetensors": engram(10)}, b"{}")
+    server = serve(root)
+    where = {"endpoint": server.address, "repo": "own/m", "revision": COMMIT}
+    cache = tmp_path / "locks" / "sources.json"
+    arguments = {
+        "directory": str(checkpoint),
+        "kit": {**where, "folder": ""},
+        "engram": {**where, "names": ["e.safetensors"]},
+        "source_cache": str(cache),
+    }
+    predicted = run(check=True, diff=True, **arguments)
+    assert predicted["changed"] and not cache.exists()
+    first = run(diff=True, **arguments)
+    assert first["diff"] == predicted["diff"] and first["rope_rows"] == 4113
+    assert [row["name"] for row in first["engram"]["files"]] == ["e.safetensors"]
+    component = {row["name"]: row["first"] for row in first["plan"]["disk"][1]["components"]}
+    assert (
+        component["engram tables"]
+        == first["engram"]["total_bytes"]
+        == (root / "e.safetensors").stat().st_size
+    )
+    asked = len(server.seen)
+    again = run(**arguments)
+    assert not again["changed"] and len(server.seen) == asked
+    assert (again["engram"], again["rope_rows"]) == (first["engram"], first["rope_rows"])
+    (tmp_path / "locks" / "sources.json").write_text("{ damaged")
+    assert run(**arguments)["changed"]
+    absent = run(**{**arguments, "engram": {**where, "names": ["absent.safetensors"]}})
+    assert absent["refusal"]["fault"] == "missing-file" and "sparkfleet_engram_files" in absent["msg"]
+    moving = {**arguments, "kit": {**where, "revision": "main", "folder": ""}}
+    run(**moving)
+    asked = len(server.seen)
+    run(**moving)
+    assert len(server.seen) > asked, "a branch is asked every time"
+    server.shutdown()
+
+
+def test_a_kept_calibration_counts_for_its_own_plan_and_build_only(
+    run: Run, checkpoint: Path, tmp_path: Path
+) -> None:
+    kept = tmp_path / "pair-1.json"
+    arguments = {"directory": str(checkpoint), "mem_available_gib": [100, 100], "calibration_file": str(kept)}
+
+    def calibrated(**more: Any) -> tuple[list[bool], list[str]]:
+        plan = run(**{**arguments, **more})["plan"]
+        return [n["calibrated"] for n in plan["budget"]["nodes"]], [
+            w for w in plan["warnings"] if "calib" in w
+        ]
+
+    assert calibrated() == ([False, False], [])
+    digest = run(**arguments)["plan"]["digest"]
+    document = {
+        "format": calibration.FORMAT,
+        "plan": digest,
+        "build": "b1",
+        "ranks": {"0": {"overhead": 3.0}},
+    }
+    document["ranks"]["1"] = {"overhead": 2.5}
+    kept.write_text(json.dumps(document))
+    assert calibrated(engine_build="b1") == ([True, True], [])
+    plan = run(**arguments, engine_build="b1")["plan"]["budget"]
+    assert [node["terms_gib"]["runtime"] for node in plan["nodes"]] == [3.0, 2.5]
+    for change in ({"context": 4096}, {"parallel": 1}, {"drafts": False}, {"chunk": 1024}):
+        assert calibrated(engine_build="b1", **change)[0] == [False, False], change
+    (why,) = calibrated(engine_build="b2")[1]
+    assert "another build of the engine" in why
+    (why,) = calibrated(engine_build="b1", context=4096)[1]
+    assert "another model, engine or settings" in why
+    kept.write_text("{ damaged")
+    done = run(**arguments)
+    assert "not used" in done["plan"]["warnings"][-1] and not done.get("failed")
+
+
 def test_disk_of_this_host(run: Run, checkpoint: Path, tmp_path: Path) -> None:
     paths = {name: str(tmp_path / name) for name in ("models", "engram", "rank_files", "docker", "data")}
     held = {"docker": 10**15}
@@ -207,4 +310,4 @@ def test_documentation_equals_the_arguments() -> None:
         assert f'"{name}": {{' in source, name
         assert option["description"], name
     assert yaml.safe_load(MODULE.EXAMPLES)
-    assert set(yaml.safe_load(MODULE.RETURN)) == {"plan", "lock", "overlay", "engram", "verified"}
+    assert set(yaml.safe_load(MODULE.RETURN)) == {"plan", "lock", "overlay", "engram", "rope_rows", "verified"}

@@ -269,6 +269,28 @@ def test_data_on_a_network_filesystem() -> None:
     assert found(disk=paths) == {"disk-network": "fail"}
 
 
+@pytest.mark.parametrize(
+    ("facts", "words"),
+    [
+        ({"exists": False, "size_bytes": None, "mode": None}, "is absent"),
+        ({"exists": True, "size_bytes": None, "mode": None}, "is no file"),
+        ({"exists": True, "size_bytes": 0, "mode": "0600"}, "is empty"),
+        ({"exists": True, "size_bytes": 9, "mode": "0640"}, "readable by others (mode 0640)"),
+        ({"exists": True, "size_bytes": 9, "mode": "0600"}, ""),
+        ({"exists": None, "size_bytes": None, "mode": None, "network": True}, ""),
+    ],
+)
+def test_a_file_with_a_secret(facts: dict[str, Any], words: str) -> None:
+    wanted = {"node": "spark-1", "name": "ranks_api_key_file", "path": "/etc/key", "private": True}
+    disk = {"paths": {"/etc/key": facts}}
+    rows = judge(
+        pair(), {"spark-1": node(disk=disk), "spark-2": node(disk=disk)}, Options(secret_files=(wanted,))
+    )
+    told = [row for row in rows if row.check == "secret-file"]
+    assert [row.node for row in told] == (["spark-1"] if words else [])
+    assert all(words in row.found and "ranks_api_key_file" in row.remedy for row in told)
+
+
 @pytest.mark.field("B08", "B12")
 def test_rails_with_foreign_files_or_a_bond() -> None:
     net = halves()

@@ -296,6 +296,24 @@ def test_an_old_nccl_in_the_log_is_warned_of(node: TreeHost, api: DockerApi, doc
         assert not evidence(node, api, docker, f"NCCL version {version}+cuda13.0\nNET/IB\n")["warnings"]
 
 
+def test_memory_is_read_of_the_rank_that_runs(node: TreeHost) -> None:
+    node.write("/proc/meminfo", "MemTotal: 127535084 kB\nMemAvailable: 15000000 kB\n")
+    alive(node, phase="running", container="abcdef0123456789", memory_before=118 << 30)
+    guard = {"generation": "abcdef012345", "low": 14 << 30}
+    node.write("/run/sparkfleet/spark-a/guard.json", json.dumps(guard))
+    assert rank_report.memory_readings(node, "spark-a") == {
+        "before": 118 << 30,
+        "idle": 15000000 << 10,
+        "lowest": 14 << 30,
+    }
+    node.write("/run/sparkfleet/spark-a/guard.json", json.dumps({**guard, "generation": "another"}))
+    assert rank_report.memory_readings(node, "spark-a")["lowest"] is None, "that was another rank"
+    node.write("/run/sparkfleet/spark-a/guard.json", "{ damaged")
+    assert rank_report.memory_readings(node, "spark-a")["lowest"] is None
+    alive(node, phase="starting", memory_before=118 << 30)
+    assert set(rank_report.memory_readings(node, "spark-a").values()) == {None}
+
+
 # -- status
 
 
