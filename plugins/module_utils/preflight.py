@@ -93,6 +93,7 @@ CHECKS = (
     "rdma-mtu",
     "replica-name",
     "same-subnet",
+    "secret-file",
     "subnet-forbidden",
     "subnet-overlap",
     "subnet-taken",

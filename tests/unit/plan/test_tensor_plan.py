@@ -310,4 +310,11 @@ def test_documentation_equals_the_arguments() -> None:
         assert f'"{name}": {{' in source, name
         assert option["description"], name
     assert yaml.safe_load(MODULE.EXAMPLES)
-    assert set(yaml.safe_load(MODULE.RETURN)) == {"plan", "lock", "overlay", "engram", "rope_rows", "verified"}
+    assert set(yaml.safe_load(MODULE.RETURN)) == {
+        "plan",
+        "lock",
+        "overlay",
+        "engram",
+        "rope_rows",
+        "verified",
+    }
