@@ -192,7 +192,7 @@ def test_a_foreign_line_in_the_journal_is_no_evidence() -> None:
     on("spark-1", "systemctl", "stop", CLOCKS)
     text = 'GPU clocks set to "(gpuClkMin 0, gpuClkMax 2200)" for GPU 0000000F:01:00.0'
     on("spark-1", "systemd-run", "--wait", "--unit", "somebody", "logger", "-t", "nvidia-smi", text)
-    forged = f"MESSAGE={text}\nUNIT={CLOCKS}\nSYSLOG_IDENTIFIER=nvidia-smi\nCOREDUMP_UNIT={CLOCKS}\n"
+    forged = f"MESSAGE={text}\nOBJECT_SYSTEMD_UNIT={CLOCKS}\nSYSLOG_IDENTIFIER=nvidia-smi\n"
     on("spark-1", "sh", "-c", f"printf '%s' {shlex.quote(forged)} | logger --journald")
     assert text in on("spark-1", "journalctl", "-b", "-u", CLOCKS, "-o", "cat", "--no-pager"), (
         "the forged line would fool `journalctl -u`"
