@@ -10,7 +10,8 @@ short_description: Engram tables local, whole and fast enough
 description:
   - Refuses a directory on a network or unknown file system, broken or missing table halves, and a disk whose
     4 KiB random reads are of network class.
-  - Changes nothing. Where the tables are not there yet, only the file system is judged.
+  - Where the tables are not there yet, only the file system is judged.
+  - Changes nothing but, with O(proof), the file that remembers their digests.
 author: The sparkfleet founders (@sparkfleet)
 version_added: 1.0.0
 options:
@@ -41,13 +42,23 @@ options:
     description: Reads a measurement.
     type: int
     default: 256
+  proof:
+    description:
+      - File in which the sha256 of the table files are kept, by size, mtime and inode, for tables that came from
+        elsewhere and have no manifest. With it RV(files) has digests; every file is read once.
+    type: path
+    default: ""
+  rehash:
+    description: With O(proof), read every byte again.
+    type: bool
+    default: false
 attributes:
   check_mode:
-    description: Reads only.
+    description: Judges the same; with O(proof) reads the files and keeps nothing.
     support: full
   diff_mode:
-    description: Never changes anything.
-    support: none
+    description: Names the proof.
+    support: full
 """
 
 EXAMPLES = r"""
@@ -67,7 +78,12 @@ fstype:
   type: str
   returned: always
 tables:
-  description: Layer, rows and bytes a row of each table.
+  description: Layer, rows, bytes a row and file names of the halves of each table.
+  type: list
+  elements: dict
+  returned: always
+files:
+  description: With O(proof), the manifest of the table files (C(name), C(size), C(sha256)).
   type: list
   elements: dict
   returned: always
@@ -85,9 +101,35 @@ from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils.engram import judge, measure, mount_of, parse_mounts, refuse_mount, tables
-from ..module_utils.tree import TreeError, nearest_existing
-from ..module_utils.weights_module import refusal
+from ..module_utils.engram import Table, judge, measure, mount_of, parse_mounts, refuse_mount, tables
+from ..module_utils.tree import (
+    FileSpec,
+    Proof,
+    Seen,
+    TreeError,
+    digest_file,
+    nearest_existing,
+    read_proof,
+    write_proof,
+)
+from ..module_utils.weights_module import entry, own_parents, refusal
+
+
+def digests(path: Path, found: list[Table], known: Proof) -> tuple[list[FileSpec], Proof]:
+    """Manifest of the files that hold the tables; only what ``known`` does not cover is read."""
+    fresh = Proof(meta={"path": str(path)})
+    names = sorted({name for table in found for name in (table.weight_file, table.scale_file)})
+    for name in names:
+        info = (path / name).stat()
+        seen = known.files.get(name)
+        if seen is None or not known.covers(FileSpec(name, seen.size, seen.sha256), info):
+            sha256, _blob = digest_file(path / name, info.st_size, False)
+            after = (path / name).stat()
+            if (after.st_size, after.st_mtime_ns) != (info.st_size, info.st_mtime_ns):
+                raise TreeError(f"{path / name} changed while it was read: something else writes there")
+            seen = Seen.of(after, sha256)
+        fresh.files[name] = seen
+    return [FileSpec(name, seen.size, seen.sha256) for name, seen in sorted(fresh.files.items())], fresh
 
 
 def main() -> None:
@@ -100,12 +142,16 @@ def main() -> None:
             "latency_limit_us": {"type": "float", "default": 400.0},
             "latency_policy": {"type": "str", "choices": ["refuse", "warn"], "default": "refuse"},
             "samples": {"type": "int", "default": 256},
+            "proof": {"type": "path", "default": ""},
+            "rehash": {"type": "bool", "default": False},
         },
         supports_check_mode=True,
     )
     params = module.params
     path = Path(params["path"])
-    found = []
+    found: list[Table] = []
+    files: list[FileSpec] = []
+    changed = False
     latency = 0.0
     verdict = "not measured: the tables are not there yet"
     try:
@@ -129,13 +175,23 @@ def main() -> None:
                 if params["latency_policy"] == "refuse":
                     raise TreeError(f"{text}, or set engram_latency_policy to warn")
                 module.warn(text)
+            if params["proof"]:
+                keep = Path(params["proof"])
+                known = read_proof(keep)
+                files, fresh = digests(path, found, Proof() if params["rehash"] else known)
+                changed = fresh != known
+                if changed and not module.check_mode:
+                    own_parents(keep.parent)
+                    write_proof(keep, fresh)
     except (TreeError, OSError) as exc:
         refusal(module, exc)
     module.exit_json(
-        changed=False,
+        changed=changed,
+        diff=[entry(params["proof"])] if changed else [],
         present=present,
         fstype=mount.fstype,
-        tables=[{"layer": one.layer, "rows": one.rows, "row_bytes": one.row_bytes} for one in found],
+        tables=[vars(one) for one in found],
+        files=[one.as_dict() for one in files],
         latency_us=round(latency, 1),
         verdict=verdict,
     )

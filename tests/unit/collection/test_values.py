@@ -20,6 +20,8 @@ ROOT = Path(__file__).parents[3]
         {},
         {"sparkfleet_context": 524288, "sparkfleet_parallel": "4", "sparkfleet_drafts": "false"},
         {"sparkfleet_context": "", "sparkfleet_drafts": True},
+        {"engram_placement": "local"},
+        {"engram_placement": "nfs", "engram_nfs_accepted": "true"},
     ],
 )
 def test_what_can_be_meant_passes(values: dict[str, object]) -> None:
@@ -37,6 +39,8 @@ def test_what_can_be_meant_passes(values: dict[str, object]) -> None:
         ("sparkfleet_parallel", 0),
         ("sparkfleet_drafts", "maybe"),
         ("sparkfleet_drafts", None),
+        ("engram_placement", "remote"),
+        ("engram_placement", "nfs"),
     ],
 )
 def test_the_value_is_named(name: str, value: object) -> None:

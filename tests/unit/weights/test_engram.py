@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import json
 import struct
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils import engram
-from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import TreeError
+from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import TreeError, digest_file
 
 from .conftest import run_module
 
@@ -149,5 +151,68 @@ def test_the_module_judges_a_directory_that_is_not_there_by_its_parent(
     assert slow["failed"]
     assert "latency_policy" in slow["msg"]
     warned = run_module("engram_check", {**args, "latency_limit_us": 0.001, "latency_policy": "warn"})
-    assert warned["tables"] == [{"layer": 1, "rows": 4000, "row_bytes": 264}]
+    assert warned["tables"] == [
+        {
+            "layer": 1,
+            "rows": 4000,
+            "row_bytes": 264,
+            "weight_file": "a.safetensors",
+            "scale_file": "a.safetensors",
+        }
+    ]
     assert "Put the tables on a local NVMe" in json.dumps(warned.get("warnings")) + capsys.readouterr().err
+
+
+def test_tables_without_a_manifest_get_one_and_are_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = tmp_path / "given"
+    here.mkdir()
+    write(here / "a.safetensors", table(1, 4000))
+    write(here / "b.safetensors", table(14, 4000))
+    write(here / "other.safetensors", {"x": ("U8", [3])})
+    kind = engram.mount_of(
+        str(here.resolve()), engram.parse_mounts(Path("/proc/self/mountinfo").read_text())
+    ).fstype
+    keep = tmp_path / "data/.tables.proof.json"
+    args = {
+        "path": str(here),
+        "extra_fstypes": [kind],
+        "samples": 8,
+        "latency_limit_us": 1e9,
+        "proof": str(keep),
+    }
+    module = importlib.import_module("ansible_collections.sparkfleet.serving.plugins.modules.engram_check")
+    read: list[str] = []
+
+    def digest(path: Path, size: int, blob: bool) -> tuple[str, str]:
+        read.append(path.name)
+        return digest_file(path, size, blob)
+
+    monkeypatch.setattr(module, "digest_file", digest)
+    predicted = run_module("engram_check", args, check=True)
+    assert (predicted["changed"], keep.exists()) == (True, False)
+    made = run_module("engram_check", args)
+    assert made["changed"]
+    assert (
+        made["files"]
+        == predicted["files"]
+        == [
+            {
+                "name": name,
+                "size": (here / name).stat().st_size,
+                "sha256": hashlib.sha256((here / name).read_bytes()).hexdigest(),
+                "blob_id": "",
+            }
+            for name in ("a.safetensors", "b.safetensors")
+        ]
+    )
+    read.clear()
+    again = run_module("engram_check", args)
+    assert (again["changed"], again["files"], read) == (False, made["files"], [])
+    (here / "b.safetensors").write_bytes((here / "b.safetensors").read_bytes()[:-1] + b"X")
+    touched = run_module("engram_check", args)
+    assert (touched["changed"], read) == (True, ["b.safetensors"])
+    read.clear()
+    assert run_module("engram_check", {**args, "rehash": True})["files"] == touched["files"]
+    assert read == ["a.safetensors", "b.safetensors"]
