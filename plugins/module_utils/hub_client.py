@@ -18,6 +18,7 @@ import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from email.message import Message
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .tree import FileSpec, TreeError, parse_files
@@ -244,6 +245,16 @@ def explain(last: Mapping[str, Any], repo: str, revision: str, token: bool, work
             raise HubRefusal("range", f"{repo} at {revision}: {message} (partial directory {work})")
         refuse(status, str(last.get("code") or ""), repo, revision, name="", token=token)
     raise HubRefusal(kind if kind in REMEDIES else "server", f"{repo} at {revision}: {message}")
+
+
+#: A part that no later download can go on with: newer clients (2.x) write each file under a name of its own and
+#: begin anew after a kill. The part of an older one has no such word before its ending, and is resumed.
+_DEAD_PART = re.compile(r"[^.]+\.[^.]+\.[0-9a-f]{8}\.incomplete\Z")
+
+
+def dead_parts(stage: Path) -> list[Path]:
+    """Parts that a killed download left in its stage and that only hold space."""
+    return sorted(path for path in (stage / ".cache").rglob("*.incomplete") if _DEAD_PART.match(path.name))
 
 
 def last_result(output: Sequence[str]) -> dict[str, Any]:

@@ -126,6 +126,7 @@ from ..module_utils.hub_client import (
     FETCH_SCRIPT,
     Hub,
     check_repo,
+    dead_parts,
     explain,
     last_result,
 )
@@ -301,6 +302,9 @@ def bring(
         for spec, _why in report.wrong:
             with contextlib.suppress(OSError):
                 (work / spec.name).unlink()
+        for part in dead_parts(stage):
+            with contextlib.suppress(OSError):
+                part.unlink()
         needed = report.needed
         progress.step("download", report.needed_bytes)
         download(params, token, stage, needed, progress)
@@ -399,8 +403,9 @@ def main() -> None:
                 params["revision"],
                 "/".join(filter(None, [params["prefix"].strip("/"), (report.needed or list(files))[0].name])),
             )
+            freed = sum(part.stat().st_size for part in dead_parts(partial_path(root)))
             refuse_space(
-                root, report.needed_bytes - report.resumable, params["reserve_bytes"], params["repo"]
+                root, report.needed_bytes - report.resumable - freed, params["reserve_bytes"], params["repo"]
             )
         lock = tree_lock(params["data_dir"], "fetch", root)
         diff = tree_diff(root, before, lock)

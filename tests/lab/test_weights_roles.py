@@ -100,16 +100,19 @@ def test_damage_on_either_node_is_found_and_repaired(pair: list[Node]) -> None:
     shard = worker.text("sh", "-c", f"ls {MODEL}/*/*.safetensors")
     first = head.text("sh", "-c", f"ls {MODEL}/*/*.safetensors | head -n 1")
     good = head.text("sha256sum", first).split()[0]
-    # On the worker behind an unchanged time, on the head in the open.
+    # On the worker behind an unchanged time, on the head in the open: one byte, and one shard cut short.
     worker.text(
         "sh",
         "-c",
         f"cp -p {shard} /run/keep; printf X | dd of={shard} conv=notrunc; touch -r /run/keep {shard}",
     )
-    head.text("sh", "-c", f"printf X | dd of={first} conv=notrunc")
+    second = head.text("sh", "-c", f"ls {MODEL}/*/*.safetensors | sed -n 2p")
+    good_second = head.text("sha256sum", second).split()[0]
+    head.text("sh", "-c", f"printf X | dd of={first} conv=notrunc; truncate -s -5000 {second}")
     open_damage = run(weights_roles=["image", "checkpoint"])
     assert open_damage.rc == 0, open_damage.output
     assert head.text("sha256sum", first).split()[0] == good
+    assert head.text("sha256sum", second).split()[0] == good_second
     assert {host for host, _task in open_damage.changed()} == {"spark-1"}
     hidden = run(weights_roles=["image", "checkpoint"], checkpoint_rehash=True)
     assert hidden.rc == 0, hidden.output
@@ -117,18 +120,112 @@ def test_damage_on_either_node_is_found_and_repaired(pair: list[Node]) -> None:
     assert worker.text("sha256sum", shard).split()[0] == head.text("sha256sum", shard).split()[0]
 
 
-def test_a_damaged_rank_file_is_made_and_copied_anew(pair: list[Node]) -> None:
+def test_a_damaged_rank_file_is_made_by_our_writer_with_the_engines_bytes(pair: list[Node]) -> None:
     worker = pair[1]
     path = worker.text("sh", "-c", f"find {DATA}/rank-files -name '*.bin'")
     good = worker.text("sha256sum", path).split()[0]
     worker.text(
         "sh", "-c", f"cp -p {path} /run/keep; printf X | dd of={path} conv=notrunc; touch -r /run/keep {path}"
     )
-    done = run(rank_files_rehash=True)
+    done = run(rank_files_rehash=True, rank_files_writer="ours")
     assert done.rc == 0, done.output
     assert {host for host, _task in done.changed()} == {"spark-1", "spark-2"}
     assert worker.text("sha256sum", path).split()[0] == good
     assert worker.run("test", "-e", f"{DATA}/transfer").status != 0
+
+
+def data_of(node: Node) -> dict[str, str]:
+    """sha256 of every model file and rank file by path."""
+    text = node.text(
+        "sh", "-c", f"cd {DATA} && find models rank-files -type f ! -name '.*' | sort | xargs sha256sum"
+    )
+    return {line.split("  ", 1)[1]: line.split("  ", 1)[0] for line in text.splitlines()}
+
+
+def test_two_releases_lie_side_by_side_and_a_switch_mixes_nothing(pair: list[Node]) -> None:
+    before = [data_of(node) for node in pair]
+    overlaid = run(weights_overlaid=True)
+    assert overlaid.rc == 0, overlaid.output
+    both = [data_of(node) for node in pair]
+    for old, new in zip(before, both, strict=True):
+        assert {path: new.get(path) for path in old} == old, "the first release was touched"
+        added = {path for path in new if path not in old}
+        assert len([path for path in added if path.endswith(".bin")]) == 1
+        name = next(path for path in old if path.endswith(".bin")).rpartition("/")[2]
+        other = next(path for path in added if path.endswith(name))
+        assert new[other] != old[next(path for path in old if path.endswith(name))], "one name, other weights"
+    for words in ({"weights_overlaid": True}, {}):
+        again = run(**words)
+        assert (again.rc, again.changed()) == (0, set()), again.output
+    assert [data_of(node) for node in pair] == both
+
+
+def test_what_no_release_uses_is_listed_and_goes_on_request(pair: list[Node]) -> None:
+    """After the test above: the inventory names the first release, nobody the overlaid one."""
+    both = [data_of(node) for node in pair]
+    names = {
+        "sparkfleet_model_revision": pins()["lab/DeepSeek-V4.1-Flash-1017-EXL3"],
+        "sparkfleet_engram_revision": pins()["lab/DeepSeek-V4.1-Flash-1017"],
+        "sparkfleet_kit_revision": pins()["lab/kit"],
+    }
+    revision = pins()["lab/keys-DeepSeek-V4.1-Flash-1017-Abliterated"]
+    listed = play("playbooks/prune.yml", inventory(), extra=["-e", json.dumps(names)])
+    assert (listed.rc, listed.changed()) == (0, set()), listed.output
+    assert f"{DATA}/models/lab--keys-DeepSeek-V4.1-Flash-1017-Abliterated/{revision}" in listed.output
+    assert [data_of(node) for node in pair] == both
+    words = ["-e", json.dumps({**names, "prune_remove": True})]
+    predicted = play("playbooks/prune.yml", inventory(), extra=[*words, "--check"])
+    removed = play("playbooks/prune.yml", inventory(), extra=words)
+    assert removed.rc == 0, removed.output
+    assert {host for host, _task in removed.changed()} == {"spark-1", "spark-2"}
+    assert predicted.changed() == removed.changed()
+    for node, old in zip(pair, both, strict=True):
+        assert data_of(node) == {path: digest for path, digest in old.items() if revision not in path}
+    assert run().changed() == set(), "what stayed is whole"
+
+
+@pytest.mark.field("B63")
+def test_a_download_killed_at_10_50_and_90_percent_goes_on_each_time(pair: list[Node]) -> None:
+    head = pair[0]
+    good = {path: digest for path, digest in data_of(head).items() if path.startswith("models/")}
+    size = int(head.text("sh", "-c", f"cat $(find {MODEL} -type f ! -name '.*') | wc -c"))
+    head.text("sh", "-c", f"rm -rf {MODEL}")
+    for share in (10, 50, 90):
+        watch = (
+            f"for n in $(seq 2400); do "
+            f"have=$(find {MODEL} -type f -exec stat -c %s {{}} + 2>/dev/null | awk '{{s+=$1}} END {{print s+0}}'); "
+            f"if [ $have -ge {size * share // 100} ]; then "
+            "docker kill $(docker ps -q --filter label=sparkfleet.helper=fetch) && exit 0; fi; sleep 0.05; done"
+        )
+        head.container.exec_run(["sh", "-c", watch], detach=True)
+        killed = run(weights_roles=["image", "checkpoint"])
+        assert killed.rc != 0, f"{share} %: {killed.output}"
+        assert head.text("sh", "-c", f"ls {MODEL}") == "", "nothing carries its name"
+        # Whole files are kept; of a file that was on its way the client keeps nothing that it could go on with.
+        assert head.run("sh", "-c", f"ls -d {MODEL}/.*.partial").status == 0
+    done = run(weights_roles=["image", "checkpoint"])
+    assert done.rc == 0, done.output
+    assert {path: digest for path, digest in data_of(head).items() if path.startswith("models/")} == good
+    assert head.text("sh", "-c", f"ls -A {MODEL} | grep partial; true") == ""
+
+
+def test_a_revision_that_is_not_there_and_a_foreign_shard_are_refused(pair: list[Node]) -> None:
+    head, worker = pair
+    before = [data_of(node) for node in pair]
+    wrong = run(weights_roles=["image", "checkpoint"], weights_revision="f" * 40)
+    assert wrong.rc != 0
+    assert "f" * 40 in wrong.output and "404" in wrong.output
+    folder = worker.text("sh", "-c", f"dirname $(ls {MODEL}/*/config.json)")
+    for node in (head, worker):
+        node.text("sh", "-c", f"echo mine > {folder}/zzz.safetensors")
+        try:
+            refused = run("--check", weights_roles=["image", "checkpoint"])
+            assert node.read(f"{folder}/zzz.safetensors") == "mine"
+        finally:
+            node.text("rm", f"{folder}/zzz.safetensors")
+        assert refused.rc != 0
+        assert "zzz.safetensors" in refused.output and node.name in refused.output
+    assert [data_of(node) for node in pair] == before
 
 
 @pytest.mark.field("B60")

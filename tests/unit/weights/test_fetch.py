@@ -7,6 +7,7 @@ import os
 from pathlib import Path
 
 import pytest
+from ansible_collections.sparkfleet.serving.plugins.module_utils import tree
 
 from .conftest import Hub, RunModule, manifest
 
@@ -163,6 +164,55 @@ def test_a_short_body_resumes(hub: Hub, fetch: RunModule, tmp_path: Path) -> Non
     hub.control()
     made = fetch(hub, dest, files=manifest(source))
     assert made["complete"], made
+    assert contents(dest) == contents(source)
+
+
+@pytest.mark.field("B66")
+@pytest.mark.parametrize(
+    ("status", "token", "text"),
+    [
+        (401, "", "Give a token"),
+        (401, "hf_good", "make a new one"),
+        (403, "", "Give a token"),
+        (403, "hf_good", "Accept the repository's terms"),
+        (404, "", "not found"),
+        (416, "", "Remove the partial directory"),
+    ],
+)
+def test_a_refusal_in_the_middle_of_a_download_has_its_own_words(
+    hub: Hub, fetch: RunModule, tmp_path: Path, *, status: int, token: str, text: str
+) -> None:
+    """The gate was open when it was asked; the real client meets the refusal at the bytes."""
+    source = hub.publish("lab/model", SIZES)
+    faults = {"lab/model/m-00001-of-00002.safetensors": {"status": status}}
+    hub.control(faults=faults, tokens={"hf_good": ["lab/model"]})
+    dest = tmp_path / "m/x"
+    answer = fetch(hub, dest, files=manifest(source), token=token)
+    assert answer["failed"]
+    assert str(status) in answer["msg"] and text in answer["msg"], answer["msg"]
+    assert not dest.exists()
+    hub.control()
+    assert fetch(hub, dest, files=manifest(source))["complete"]
+
+
+@pytest.mark.field("B67")
+def test_parts_that_nothing_can_go_on_with_do_not_fill_the_disk(
+    hub: Hub, fetch: RunModule, tmp_path: Path
+) -> None:
+    """The client (2.x) names the part of a file anew each time, so a kill leaves it behind for good."""
+    source = hub.publish("lab/model", SIZES)
+    hub.control(faults={"lab/model/m-00001-of-00002.safetensors": {"status": 404}})
+    dest = tmp_path / "m/x"
+    assert fetch(hub, dest, files=manifest(source))["failed"]
+    (folder,) = [path for path in tree.partial_path(dest).rglob("download") if path.is_dir()]
+    dead = folder / f"abcDEF-_123=.{'a' * 64}.0123abcd.incomplete"
+    resumable = folder / f"abcDEF-_123=.{'a' * 64}.incomplete"
+    for path in (dead, resumable):
+        path.write_bytes(b"part")
+    assert fetch(hub, dest, files=manifest(source))["failed"]
+    assert (dead.exists(), resumable.exists()) == (False, True)
+    hub.control()
+    assert fetch(hub, dest, files=manifest(source))["complete"]
     assert contents(dest) == contents(source)
 
 
