@@ -112,7 +112,11 @@ def value_refusals(values: Mapping[str, Any]) -> list[str]:
         # An absent or empty context is an unset pin, which preflight lists with the others.
         if text and not (text.isdigit() and least <= int(text) <= most):
             found.append(f"{name} is {text!r}, wanted a whole number from {least} to {most}")
-    for name, usual in (("sparkfleet_drafts", True), ("sparkfleet_recalibrate", False)):
+    for name, usual in (
+        ("sparkfleet_ablit", False),
+        ("sparkfleet_drafts", True),
+        ("sparkfleet_recalibrate", False),
+    ):
         value = values.get(name, usual)
         if not isinstance(value, bool) and str(value).strip().lower() not in _TRUTHS:
             found.append(f"{name} is {value!r}, wanted true or false")
