@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -182,3 +183,56 @@ def test_any_other_checkout_is_refused_by_name(checkout: tuple[Path, str], tmp_p
     ).stdout.strip()
     with pytest.raises(S.CheckoutError, match="unknown layout: zig/patches"):
         S.read_checkout(str(root), last)
+
+
+# Names of the seed documents, of the seed author's launchers (config.sh, prepare.sh, start.sh) and of the engine's source, as
+# they are documented. MIN_FREE_GB and the like are of the same author's sibling recipes.
+DOCUMENTED = re.findall(
+    r"\w+",
+    """
+WORKER FABRIC_PEER WORKER_HF_CACHE MODEL_ID MODEL_REVISION ABLIT ABLIT_REVISION HF_TOKEN CONTEXT PARALLEL DRAFTS
+MIN_AVAIL_GIB MEMGUARD_GIB PREFILL_INTERLEAVE_MS PREPARE HF_CACHE NFS_VOLUME HEAD_NFS_SERVER NFS_PATH LOG_KEEP LOG_DIR
+PORT HOST SERVED_NAME MASTER_PORT MAX_TOKENS THINKING CONTAINER_NAME IMAGE BASE_IMAGE TF_REPO TF_VERSION TF_REF
+MIN_FREE_GB IMAGE_FREE_GB WAIT_TIMEOUT STOP_TIMEOUT NCCL_RAILS NCCL_CHANNELS NCCL_DEBUG STATE_DIR KERNEL_CACHE DRY_RUN
+FOREGROUND PULL MEM_NEED_GIB MEM_CHECK MEM_FLOOR_GIB IMAGE_TAG IMAGE_DIGEST GHCR_IMAGE
+TF_TP_WORLD TF_TP_MASTER TF_TP_PORT TF_DS_RANK_CACHE TF_DS_KIT TENSORFOLD_CUDA_KERNELS TF_DS_ENGRAM TF_DS_TOKEN_MAP
+TF_RDMA_DEVICES TF_RDMA_GID_INDEX TF_DS_GRAPHS TF_DS_HC_SIDE TF_DS_L2_PREFETCH TF_DS_ENGRAM_AIO TF_DS_REPLAY_FLOOR
+TF_DS_ROUND_ROWS TF_DS_STREAMS TF_DS_ROUND_MS TF_DS_SERVED_K TF_DS_FIX_K TF_DS_ARENA_GIB TF_DS_RDMA_KERNELS
+TF_CUDA_DEVICE TF_CUDA_SEGMENTS TENSORFOLD_MEMORY_RESERVE_GIB TENSORFOLD_CUDA_MEMORY_LIMIT_GB TENSORFOLD_SEED_SALT
+TENSORFOLD_API_KEY TENSORFOLD_NO_UPDATE_CHECK TF_DS_ENGRAM_LANES TF_DS_IDX_SPLIT TF_DS_IMAGE_CACHE
+NCCL_SOCKET_IFNAME NCCL_IB_HCA NCCL_IB_GID_INDEX
+""",
+)
+
+
+def test_every_documented_name_has_a_row() -> None:
+    assert sorted(set(DOCUMENTED) - set(table())) == []
+
+
+def test_the_importer_executes_nothing_and_names_what_it_leaves_out(tmp_path: Path) -> None:
+    source = tmp_path / "local.sh"
+    source.write_text(
+        f'CONTEXT=524288\nTOUCH=$(touch {tmp_path}/never)\nHF_TOKEN=hf_canary\nMY_OWN=1\nTF_DS_IDX_SPLIT="1"\n'
+    )
+
+    def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, str(ROOT / "tools/import-local-sh"), str(source), *words],
+            capture_output=True,
+            text=True,
+            check=False,
+            env={"PATH": "/usr/bin:/bin", **environment},
+        )
+
+    done = run()
+    assert done.returncode == 3
+    assert yaml.safe_load(done.stdout) == {
+        "sparkfleet_context": 524288,
+        "ranks_settings": {"idx_split": True},
+    }
+    assert "not read:" in done.stderr and "TOUCH" in done.stderr and "unknown: MY_OWN" in done.stderr
+    assert "canary" not in done.stdout + done.stderr
+    assert not (tmp_path / "never").exists()
+    over = run("--environment", CONTEXT="8192", MEM_CHECK="0")
+    assert over.returncode == 1 and "refused: " in over.stderr and "MEM_CHECK" in over.stderr
+    assert yaml.safe_load(over.stdout)["sparkfleet_context"] == 8192
