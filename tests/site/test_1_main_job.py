@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.proof.prove import prove_check_mode
@@ -46,6 +48,17 @@ def test_a_second_run_leaves_the_rank_containers_alone(lab: Lab) -> None:
     done = lab.play("site.yml")
     assert done.returncode == 0, done.stdout[-3000:]
     assert lab.containers() == before
+
+
+def test_the_second_plan_counts_what_the_first_start_measured(proof, lab: Lab) -> None:  # type: ignore[no-untyped-def]
+    """Before the first start constants of other builds stand in; the lab's engine holds 3 GiB beside what is exact."""
+    assert "memory constants: of other builds" in proof.real.output
+    assert "memory constants: measured on this replica" in proof.again.output
+    kept = json.loads(lab.on("spark-1", "cat", "/var/lib/sparkfleet/calibration/lab.json"))
+    assert sorted(kept["ranks"]) == ["0", "1"]
+    for rank, row in kept["ranks"].items():
+        assert 2.5 < row["overhead"] < 3.5, (rank, kept)
+    assert lab.on("spark-2", "ls", "/var/lib/sparkfleet/calibration", ok=False) == "", "the head keeps it"
 
 
 def test_the_endpoint_answers_the_openai_client(lab: Lab) -> None:

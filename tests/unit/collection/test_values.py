@@ -139,8 +139,8 @@ def test_plan_inputs_judge_each_node_by_what_runs_there() -> None:
         "available_gib": [],
         "total_gib": None,
     }
-    stopped = {
+    stopped: dict[str, dict[str, Any]] = {
         "one": {"docker": {"containers": [{"owned": True, "state": "exited"}]}},
-        "two": {"docker": None},
+        "two": {},
     }
     assert core.plan_inputs(members, stopped)["situation"] == ["start", "start"]
