@@ -1,12 +1,14 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 """Measure the planner at full size, and set it beside kvfit and sparkfit on what those accept.
 
-    python bench/plan_bench.py [--peers VENV/bin] [--runs 3] [--out FILE]
+    python bench/plan_bench.py [--no-peers] [--peers VENV/bin] [--runs 3] [--out FILE]
 
 Full size: 39 sparse shards of 210.6 GB with real headers, read after their pages were dropped from the cache
 (posix_fadvise), then over HTTP ranges from a local server, then from a kept lock. Aims: a plan from cold
 headers under 5 s and 500 MB, ``sparkplan --help`` under 0.3 s. Figures are best of the runs; seconds hang on
-what else the machine does, processor seconds hardly.
+what else the machine does, processor seconds less so, ratios within one run least: ours are set against Python's
+json alone reading the same headers and index, the peers' against ours. Without --peers the two peers are
+installed, pinned, into .cache/peers.
 """
 
 from __future__ import annotations
@@ -73,6 +75,40 @@ def serve(root: Path) -> str:
     return f"http://127.0.0.1:{server.server_address[1]}"
 
 
+#: Published on PyPI; both need nothing but Python.
+PEERS = ("kvfit==0.3.0", "sparkfit==0.5.0")
+#: The yardstick: the same headers and the index through json, and nothing done with them.
+JSON_ALONE = """
+import gc, json, pathlib, struct, sys
+gc.disable()
+kept = []
+for path in sorted(pathlib.Path(sys.argv[1]).iterdir()):
+    with path.open("rb") as stream:
+        if path.suffix == ".safetensors":
+            kept.append(json.loads(stream.read(struct.unpack("<Q", stream.read(8))[0])))
+        else:
+            kept.append(json.loads(stream.read()))
+print(len(kept))
+"""
+
+
+def install_peers() -> Path:
+    """The bin folder of an environment with the peers; made once, kept in .cache."""
+    folder = ROOT / ".cache" / "peers"
+    if not (folder / "bin" / "sparkfit").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
+        pip = [
+            str(folder / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
+        subprocess.run([*pip, *PEERS], check=True)
+    return folder / "bin"
+
+
 #: A small process in between, so that the peak is the command's own and not this program's before the exec.
 LAUNCH = """
 import json, resource, subprocess, sys, time
@@ -124,26 +160,32 @@ def drop(folder: Path) -> None:
 
 
 def ours(folder: Path, runs: int) -> list[str]:
-    """Rows of the planner."""
+    """Rows of the planner, each with its processor seconds as a multiple of the yardstick's."""
     from tools.plan_fullsize import write_full_size
 
     size = write_full_size(folder / "full")
     full = [*SPARKPLAN, str(folder / "full"), "--context", "524288"]
     lock = folder / "lock.json"
-    rows = []
+    rows: list[str] = []
+    base = measure(
+        [sys.executable, "-S", "-c", JSON_ALONE, str(folder / "full")], runs, lambda: drop(folder / "full")
+    )
+
+    def add(what: str, cost: Cost, aim: str = "") -> None:
+        rows.append(f"| {what} | {cost.cells} | {cost.processor / base.processor:.2f} | {aim} |")
+
+    add("json alone: the same headers and index, parsed", base)
     cost = measure([*full, "--write-lock", str(lock)], runs, lambda: drop(folder / "full"))
     assert RANK_0 in cost.text, cost.text
-    rows.append(f"| plan of {size / 1e9:.1f} GB from cold headers | {cost.cells} | under 5 s, 500 MB |")
+    add(f"plan of {size / 1e9:.1f} GB from cold headers", cost, "under 5 s, 500 MB")
     address = serve(folder / "full")
     remote = [*SPARKPLAN, f"own/m@{COMMIT}", "--endpoint", address, "--context", "524288"]
     cost = measure(remote, runs)
     assert RANK_0 in cost.text, cost.text
-    got = Hub.sent / runs / 1e6
-    rows.append(f"| the same over HTTP ranges, {got:.1f} MB received | {cost.cells} | about 20 MB |")
+    add(f"the same over HTTP ranges, {Hub.sent / runs / 1e6:.1f} MB received", cost, "about 20 MB")
     cost = measure([*SPARKPLAN, str(lock), "--context", "524288"], runs)
-    rows.append(f"| the same from a kept lock of {lock.stat().st_size / 1e3:.0f} kB | {cost.cells} | |")
-    cost = measure([*SPARKPLAN, "--help"], max(runs, 5))
-    rows.append(f"| `sparkplan --help` | {cost.cells} | under 0.3 s |")
+    add(f"the same from a kept lock of {lock.stat().st_size / 1e3:.0f} kB", cost)
+    add("`sparkplan --help`", measure([*SPARKPLAN, "--help"], max(runs, 5)), "under 0.3 s")
     return rows
 
 
@@ -184,9 +226,11 @@ def peers(bin_dir: Path, folder: Path, runs: int) -> list[str]:
             str(context),
             "--json",
         ]
-        for tool, command in (("kvfit", kvfit), ("sparkfit", sparkfit), ("sparkplan", own)):
-            cost = measure(command, runs)
-            rows.append(f"| {tool} | {name} | {cost.cells} | {answer(tool, cost.text)} |")
+        mine = measure(own, runs)
+        for tool, command in (("sparkplan", own), ("kvfit", kvfit), ("sparkfit", sparkfit)):
+            cost = mine if tool == "sparkplan" else measure(command, runs)
+            ratio = f"{cost.processor / mine.processor:.2f}"
+            rows.append(f"| {tool} | {name} | {cost.cells} | {ratio} | {answer(tool, cost.text)} |")
     return rows
 
 
@@ -213,6 +257,7 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--peers", type=Path, help="bin folder of an environment with kvfit and sparkfit")
+    parser.add_argument("--no-peers", action="store_true", help="measure sparkplan alone")
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--out", type=Path)
     options = parser.parse_args()
@@ -227,18 +272,18 @@ def main() -> int:
             f"`python bench/plan_bench.py`; Python {platform.python_version()}, {os.cpu_count()} cores, "
             f"load {os.getloadavg()[0]:.1f}, sources {source.hexdigest()[:12]}. Best of {options.runs} runs.",
             "",
-            "| what | seconds | processor seconds | peak MB | aim |",
-            "|---|---:|---:|---:|---|",
+            "| what | seconds | processor seconds | peak MB | times json alone | aim |",
+            "|---|---:|---:|---:|---:|---|",
             *ours(folder, options.runs),
         ]
-        if options.peers:
+        if not options.no_peers:
             out += [
                 "",
                 "Side by side, two Sparks, four users, FP8 cache where the tool takes it:",
                 "",
-                "| tool | model | seconds | processor seconds | peak MB | answer |",
-                "|---|---|---:|---:|---:|---|",
-                *peers(options.peers, folder, options.runs),
+                "| tool | model | seconds | processor seconds | peak MB | times sparkplan | answer |",
+                "|---|---|---:|---:|---:|---:|---|",
+                *peers(options.peers or install_peers(), folder, options.runs),
             ]
     text = "\n".join(out) + "\n"
     if options.out:

@@ -357,14 +357,20 @@ def parse_header(raw: bytes, file: str, size: int) -> Header:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise HeaderError("bad-metadata", "__metadata__ is not a map of strings", file=file)
     tensors: dict[str, TensorMeta] = {}
+    position, in_order = 0, True
     for name, entry in document.items():
         if not name.isprintable() or not name:
             raise HeaderError(
                 "bad-name", f"holds a tensor with an unusable name {ascii(name)[:80]}", file=file
             )
-        tensors[name] = _one_tensor(file, name, entry)
-    position = 0
-    for name, meta in sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)):
+        tensors[name] = meta = _one_tensor(file, name, entry)
+        in_order = in_order and meta.begin == position
+        position = meta.end
+    # A header is usually written in the order of the data.
+    position = position if in_order else 0
+    for name, meta in (
+        [] if in_order else sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end))
+    ):
         if meta.begin != position:
             fault = "overlap" if meta.begin < position else "gap"
             raise HeaderError(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils import safetensors as st
@@ -229,3 +230,30 @@ def test_real_headers_start_tensors_at_odd_offsets(exl3: dict[str, Path]) -> Non
         odd += sum(header.length % 2 for header in headers)
         assert all(header.metadata == {} for header in headers)
     assert odd == 4
+
+
+OBJECTS = some.recursive(
+    some.none() | some.booleans() | some.integers(-9, 9) | some.text('\\":,{} a', max_size=4),
+    lambda inner: some.lists(some.tuples(some.sampled_from(["a", "b", '":', "dtype"]), inner), max_size=4),
+    max_leaves=12,
+)
+
+
+def written(value: Any, colon: str) -> tuple[str, bool]:
+    """JSON of a value, in which lists of pairs are objects; and whether an object has a key twice."""
+    if not isinstance(value, list):
+        return json.dumps(value), False
+    rows = [(json.dumps(key), *written(inner, colon)) for key, inner in value]
+    twice = len({key for key, _text, _twice in rows}) < len(rows) or any(row[2] for row in rows)
+    return "{" + ",".join(f"{key}{colon}{text}" for key, text, _twice in rows) + "}", twice
+
+
+@given(OBJECTS, some.sampled_from([":", ": ", " :", "\n:"]))
+def test_a_key_that_comes_twice_is_seen_on_the_quick_way_too(value: Any, colon: str) -> None:
+    """Good headers are parsed without a call for each object; no writing of a doubled key may slip through."""
+    text, twice = written(value, colon)
+    if twice:
+        with pytest.raises(st.HeaderError, match="twice"):
+            st.loads_strict(text.encode(), "f", "the text")
+    else:
+        assert st.loads_strict(text.encode(), "f", "the text") == json.loads(text)
