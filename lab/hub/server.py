@@ -10,6 +10,7 @@ what the Hub refuses and breaks:
                 "lab/x/model.safetensors": {"corrupt": true},  one byte of the body is wrong
                 "lab/x/README.md": {"status": 503, "times": 2}},   the first two GETs get this status
                                                   ("times" goes with each of them)
+     "rate": 4000000,                             each body comes with so many bytes a second at most
      "offline": true}                             every connection is closed without an answer
 
 GET /_lab/stats counts requests and bytes by repository and path; POST /_lab/reset sets the counts to zero.
@@ -24,6 +25,7 @@ import json
 import re
 import sys
 import threading
+import time
 import urllib.parse
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -388,7 +390,7 @@ class Handler(BaseHTTPRequestHandler):
             self.send_header("Content-Range", f"bytes {begin}-{end - 1}/{size}")
         self.end_headers()
         if self.command != "HEAD":
-            self._body(path, begin, end, fault)
+            self._body(path, begin, end, {**fault, "rate": control.get("rate", 0)})
 
     def _body(self, path: Path, begin: int, end: int, fault: dict[str, Any]) -> None:
         stop = min(end, begin + int(fault["short"])) if "short" in fault else end
@@ -405,6 +407,8 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.write(block)
                 at += len(block)
                 self.sent += len(block)
+                if fault["rate"]:
+                    time.sleep(len(block) / int(fault["rate"]))
         if stop < end:
             self.close_connection = True
 

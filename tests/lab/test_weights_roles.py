@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab import instance
-from lab.testing import Node, lab, nodes
+from lab.testing import Node, engine, lab, nodes
 from tests.proof.prove import Run, play, prove_check_mode
 
 pytestmark = pytest.mark.lab
@@ -184,29 +184,63 @@ def test_what_no_release_uses_is_listed_and_goes_on_request(pair: list[Node]) ->
     assert run().changed() == set(), "what stayed is whole"
 
 
+LARGE, LARGE_REVISION, LARGE_FILES, LARGE_EACH = "lab/large", "1" * 40, 12, 20 << 20
+
+
+@pytest.fixture
+def large() -> Iterator[list[dict[str, object]]]:
+    """A repository of a few hundred MB at the Hub, which gives each file slowly; its manifest."""
+    hub = engine().containers.get(lab().container("hub"))
+
+    def in_hub(text: str) -> str:
+        done = hub.exec_run(["sh", "-c", text])
+        assert done.exit_code == 0, done.output
+        return str(done.output.decode())
+
+    folder = f"/srv/hub/{LARGE}/{LARGE_REVISION}"
+    in_hub(
+        f"mkdir -p {folder} /srv/hub/{LARGE}/refs && cd {folder} && echo {LARGE_REVISION} > ../refs/main && "
+        f"for n in $(seq 10 {9 + LARGE_FILES}); do head -c {LARGE_EACH} /dev/urandom > $n.safetensors; done; "
+        """echo '{"rate": 10000000}' > /srv/hub/.control.json"""
+    )
+    sums = [line.split() for line in in_hub(f"cd {folder} && sha256sum *").splitlines()]
+    yield [{"name": name, "size": LARGE_EACH, "sha256": digest} for digest, name in sums]
+    in_hub(f"rm -rf /srv/hub/{LARGE} /srv/hub/.control.json")
+
+
 @pytest.mark.field("B63")
-def test_a_download_killed_at_10_50_and_90_percent_goes_on_each_time(pair: list[Node]) -> None:
+def test_a_download_killed_at_10_50_and_90_percent_goes_on_each_time(
+    pair: list[Node], large: list[dict[str, object]]
+) -> None:
     head = pair[0]
-    good = {path: digest for path, digest in data_of(head).items() if path.startswith("models/")}
-    size = int(head.text("sh", "-c", f"cat $(find {MODEL} -type f ! -name '.*') | wc -c"))
-    head.text("sh", "-c", f"rm -rf {MODEL}")
-    for share in (10, 50, 90):
-        watch = (
-            f"for n in $(seq 2400); do "
-            f"have=$(find {MODEL} -type f -exec stat -c %s {{}} + 2>/dev/null | awk '{{s+=$1}} END {{print s+0}}'); "
-            f"if [ $have -ge {size * share // 100} ]; then "
-            "docker kill $(docker ps -q --filter label=sparkfleet.helper=fetch) && exit 0; fi; sleep 0.05; done"
-        )
-        head.container.exec_run(["sh", "-c", watch], detach=True)
-        killed = run(weights_roles=["image", "checkpoint"])
-        assert killed.rc != 0, f"{share} %: {killed.output}"
-        assert head.text("sh", "-c", f"ls {MODEL}") == "", "nothing carries its name"
-        # Whole files are kept; of a file that was on its way the client keeps nothing that it could go on with.
-        assert head.run("sh", "-c", f"ls -d {MODEL}/.*.partial").status == 0
-    done = run(weights_roles=["image", "checkpoint"])
-    assert done.rc == 0, done.output
-    assert {path: digest for path, digest in data_of(head).items() if path.startswith("models/")} == good
-    assert head.text("sh", "-c", f"ls -A {MODEL} | grep partial; true") == ""
+    root = f"{DATA}/lab-fetch"
+    tag = head.text("docker", "images", "--format", "{{.Repository}}:{{.Tag}}", "lab/engine").split()[0]
+    given = {"fetch_files": large, "fetch_revision": LARGE_REVISION, "fetch_image": tag}
+    total = LARGE_FILES * LARGE_EACH
+    sizes = f"$(find {root} -type f -printf '%s\\n' 2>/dev/null | awk '{{s+=$1}} END {{print s+0}}')"
+    try:
+        for share in (10, 50, 90):
+            kill = "docker kill $(docker ps -q --filter label=sparkfleet.helper=fetch) >/dev/null 2>&1"
+            watch = (
+                f"for n in $(seq 3000); do if [ {sizes} -ge {total * share // 100} ]; then {kill} && exit 0; fi; "
+                "sleep 0.02; done"
+            )
+            head.container.exec_run(["sh", "-c", watch], detach=True)
+            killed = play("tests/lab/fetch.yml", inventory(), extra=["-e", json.dumps(given)])
+            assert killed.rc != 0, f"{share} %: {killed.output}"
+            assert head.run("test", "-e", f"{root}/tree").status != 0, "nothing carries its name"
+            # Files that are whole are kept; of those on their way the client keeps nothing that it could go on with.
+            whole = int(head.text("sh", "-c", f"ls {root}/.tree.partial/*.safetensors | wc -l").split()[-1])
+            assert (whole + 2) * LARGE_EACH >= total * share // 100
+        done = play("tests/lab/fetch.yml", inventory(), extra=["-e", json.dumps(given)])
+        assert done.rc == 0, done.output
+        sums = [line.split() for line in head.text("sh", "-c", f"cd {root}/tree && sha256sum *").splitlines()]
+        assert [[one["sha256"], one["name"]] for one in large] == sums
+        assert head.run("test", "-e", f"{root}/.tree.partial").status != 0
+        again = play("tests/lab/fetch.yml", inventory(), extra=["-e", json.dumps(given)])
+        assert (again.rc, again.changed()) == (0, set())
+    finally:
+        head.text("rm", "-rf", root)
 
 
 def test_a_revision_that_is_not_there_and_a_foreign_shard_are_refused(pair: list[Node]) -> None:
