@@ -185,23 +185,35 @@ class Rank:
         and half a replica serves nobody.
         """
         for other in self.launch["peers"]:
+            end, patience = time.monotonic() + self.wait_s(), min(COMPANY_S, self.wait_s())
+            staying: float | None = None
+            while True:
+                try:
+                    state = self.question(other, "state")
+                except Refusal:
+                    # It may be booting: longer than a node takes that answers and does not come.
+                    staying = None
+                    if time.monotonic() >= end:
+                        raise
+                else:
+                    if self.comes(state):
+                        break
+                    staying = time.monotonic() if staying is None else staying
+                    if time.monotonic() - staying >= patience:
+                        raise Refusal(
+                            f"rank {other['rank']} on {other['name']} does not start with this node",
+                            f"{state['phase']}: {state['message']}",
+                            "a node that boots too, or a rank that waits for this one",
+                            "start the replica as a whole (playbook start)",
+                        )
+                self.check_stop()
+                time.sleep(min(1.0, patience))
 
-            def comes(other: Mapping[str, Any] = other) -> None:
-                state = self.question(other, "state")
-                bound = (state.get("partners") or {}).get(str(self.rank))
-                if state["alive"] and bound in (None, self.status.values["run"]):
-                    return
-                if state["phase"] == "none" and float(state.get("up_s", BOOT_S)) < BOOT_S:
-                    return
-                raise Refusal(
-                    f"rank {other['rank']} on {other['name']} does not start with this node",
-                    f"{state['phase']}: {state['message']}",
-                    "a node that boots too, or a rank that waits for this one",
-                    "start the replica as a whole (playbook start)",
-                )
-
-            until(comes, min(COMPANY_S, self.wait_s()), stopped=self.stop.is_set)
-            self.check_stop()
+    def comes(self, state: Mapping[str, Any]) -> bool:
+        """Whether a peer in this state starts with this node."""
+        if state["alive"]:
+            return (state.get("partners") or {}).get(str(self.rank)) in (None, self.status.values["run"])
+        return bool(state["phase"] == "none" and float(state.get("up_s", BOOT_S)) < BOOT_S)
 
     def turn(self) -> None:
         """The ranks of earlier waves run."""

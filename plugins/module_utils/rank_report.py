@@ -217,6 +217,7 @@ def bundle(host: Host, docker: DockerApi, replica: str, directory: str, keep: in
         except DockerError as error:
             log = f"the log cannot be read: {error}\n"
     log = log or saved_log(host, str(view["agent"].get("log") or ""))
+    log = log or "".join(f"{line}\n" for line in view["agent"].get("tail") or [])
     kernel = host.run(["journalctl", "-k", "-b", "-n", "5000", "--no-pager", "-o", "short-iso"]).out
     texts = {
         "rank.log": log,
@@ -250,6 +251,7 @@ def bundle(host: Host, docker: DockerApi, replica: str, directory: str, keep: in
         "tail": tail,
         "message": view["agent"].get("message", ""),
         "verdict": view["verdict"],
+        "warnings": [text for text in [str(view["agent"].get("log_warning") or "")] if text],
     }
     try:
         folder = host.path(directory)
@@ -266,5 +268,5 @@ def bundle(host: Host, docker: DockerApi, replica: str, directory: str, keep: in
             old.unlink()
         result["path"] = f"{directory.rstrip('/')}/{name}"
     except OSError as error:
-        result["warning"] = f"the bundle was not written: {error}"
+        result["warnings"].append(f"the bundle was not written: {error}")
     return result

@@ -87,8 +87,6 @@ def main() -> None:
         )
     except Refusal as refusal:
         module.fail_json(**refusal.as_failure())
-    for text in [found["warning"]] if "warning" in found else []:
-        module.warn(text)
     module.exit_json(changed=False, **found)
 
 

@@ -393,7 +393,13 @@ def test_a_full_disk_still_gives_the_last_lines(node: TreeHost, api: DockerApi, 
     docker.add(NAME, LABELS, log="the end\n")
     node.write("/logs", "a file where the directory should be")
     found = rank_report.bundle(node, api, "spark-a", "/logs")
-    assert found["path"] == "" and found["tail"] == ["the end"] and "not written" in found["warning"]
+    assert found["path"] == "" and found["tail"] == ["the end"] and "not written" in found["warnings"][0]
+
+
+def test_what_the_agent_kept_stands_in_for_a_log_that_was_not_saved(node: TreeHost, api: DockerApi) -> None:
+    alive(node, False, tail=["rank 1: killed"], log_warning="the log was not saved: no room")
+    found = rank_report.bundle(node, api, "spark-a", "/logs")
+    assert found["tail"] == ["rank 1: killed"] and found["warnings"] == ["the log was not saved: no room"]
 
 
 def test_a_bundle_that_does_not_fit_leaves_nothing_behind(
@@ -408,5 +414,5 @@ def test_a_bundle_that_does_not_fit_leaves_nothing_behind(
 
     monkeypatch.setattr(Path, "write_bytes", half)
     found = rank_report.bundle(node, api, "spark-a", "/logs")
-    assert found["path"] == "" and "No space left" in found["warning"]
+    assert found["path"] == "" and "No space left" in found["warnings"][0]
     assert node.listdir("/logs") == []

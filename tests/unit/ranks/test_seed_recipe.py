@@ -185,8 +185,8 @@ def test_any_other_checkout_is_refused_by_name(checkout: tuple[Path, str], tmp_p
         S.read_checkout(str(root), last)
 
 
-# Names of the seed documents, of the seed author's launchers (config.sh, prepare.sh, start.sh) and of the engine's source, as
-# they are documented. MIN_FREE_GB and the like are of the same author's sibling recipes.
+# Names of the seed documents, of the seed author's launchers (config.sh, prepare.sh, start.sh; MIN_FREE_GB and
+# the like are of sibling recipes) and of the engine's source, as they are documented.
 DOCUMENTED = re.findall(
     r"\w+",
     """
