@@ -88,6 +88,15 @@ def value_refusals(values: Mapping[str, Any]) -> list[str]:
     return core.value_refusals(values) + core.name_refusals(list(values), known_names(), role_options())
 
 
+def inventory_refusals(hosts: Iterable[str], hostvars: Mapping[str, Any]) -> list[str]:
+    """What is wrong with the variables of these hosts: one sentence each, with the hosts that it is true of."""
+    found: dict[str, list[str]] = {}
+    for host in hosts:
+        for text in value_refusals(hostvars[host]):
+            found.setdefault(text, []).append(str(host))
+    return [f"{', '.join(names)}: {text}" for text, names in found.items()]
+
+
 def node_files(hosts: Iterable[str], hostvars: Mapping[str, Any]) -> list[dict[str, Any]]:
     """[{node, name, path, private}]: files with secrets that the heads of these hosts' replicas must have."""
     try:
@@ -116,7 +125,7 @@ class FilterModule:
         return {
             "members": members,
             "collect": collect,
-            "value_refusals": value_refusals,
+            "inventory_refusals": inventory_refusals,
             "node_files": node_files,
             "plan_inputs": plan_inputs,
             "of_rank": of_rank,

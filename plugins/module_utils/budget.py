@@ -359,8 +359,9 @@ def judge_node(
     """Judge one node. Pure; the same function serves planner, module and controller.
 
     ``limits``: redline_gib, reserve_gib (None: the engine's rule), min_avail_gib (None: no gate).
-    ``situation``: start (nothing of ours runs), restart and running (our rank runs now, so what it holds
-    counts as available), prepare (our rank goes on serving while the next rank file is written).
+    ``situation``: start (nothing of ours runs), restart (our rank runs now and will be started again, so what it
+    holds counts as available), running (it runs and goes on: nothing refuses), prepare (it goes on serving while the
+    next rank file is written).
     """
     if situation not in SITUATIONS:
         raise BudgetError(
@@ -419,6 +420,10 @@ def judge_node(
                 warnings.append(f"{text} (by transferred constants, +-1 GiB: calibrate with a first start)")
         elif worst < redline + CONSTANTS["margin_gib"].value:
             warnings.append(f"{worst:.2f} GiB left at worst, near the redline of {redline:.2f}")
+    if situation == "running":
+        # Nothing is started, so nothing is refused: what a restart would meet is told.
+        warnings[:0] = [f"a restart now would be refused: {text}" for text in refusals]
+        refusals = []
     if not measured:
         warnings.append(f"available memory is assumed ({available_gib:.1f} GiB), not measured")
     verdict = "does_not_fit" if refusals else ("fits_with_warning" if warnings else "fits")

@@ -92,6 +92,9 @@ def make_plan(lock: ModelLock, request: Request) -> tuple[dict[str, Any], Split]
     }
     digest = _digest(request, lock, ranks)
     calibration, why_not = choose(request.calibration, digest, request.engine_build)
+    # What runs is known to be this plan by what it measured. Anything else that runs will be started again.
+    same = bool(calibration) and "format" in request.calibration
+    given = [request.situation] * request.world if isinstance(request.situation, str) else request.situation
     memory = budget.plan_budget(
         dims=split.dims,
         text=text,
@@ -106,7 +109,7 @@ def make_plan(lock: ModelLock, request: Request) -> tuple[dict[str, Any], Split]
         mem_total_gib=request.mem_total_gib,
         calibration=calibration,
         drift_gib=request.drift_gib,
-        situation=request.situation,
+        situation=["restart" if one == "running" and not same else one for one in given],
         vllm=request.vllm,
         drafts=request.drafts,
         rope_rows=request.rope_rows if scheme.rank_file else None,

@@ -1114,8 +1114,9 @@ def audit(lock: ModelLock) -> list[str]:
             wanted="EXL3 shards only",
             remedy="keep Engram tables in another folder",
         )
+    exl3 = _is_exl3(lock)
     for name, entry in tensors.items():
-        if name.endswith(".ffn.gate.weight") and entry.dtype != "F16" and _is_exl3(lock):
+        if exl3 and entry.dtype != "F16" and name.endswith(".ffn.gate.weight"):
             raise SplitError(
                 "bad-gate",
                 "the router gate cannot be converted (the engine fails after writing for minutes)",
@@ -1124,7 +1125,7 @@ def audit(lock: ModelLock) -> list[str]:
                 found=entry.dtype,
                 wanted="F16",
             )
-        if entry.dtype not in ("F16", "F32") and name.endswith(_F32_NAMES) and _is_exl3(lock):
+        if exl3 and entry.dtype not in ("F16", "F32") and name.endswith(_F32_NAMES):
             raise SplitError(
                 "bad-conversion",
                 "cannot be widened to F32",

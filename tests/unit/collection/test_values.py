@@ -9,6 +9,7 @@ import pytest
 import yaml
 from ansible_collections.sparkfleet.serving.plugins.filter import fleet
 from ansible_collections.sparkfleet.serving.plugins.filter.fleet import value_refusals
+from ansible_collections.sparkfleet.serving.plugins.module_utils import budget
 from ansible_collections.sparkfleet.serving.plugins.module_utils import inventory_values as core
 
 ROOT = Path(__file__).parents[3]
@@ -144,3 +145,21 @@ def test_plan_inputs_judge_each_node_by_what_runs_there() -> None:
         "two": {},
     }
     assert core.plan_inputs(members, stopped)["situation"] == ["start", "start"]
+
+
+def test_every_host_is_judged_and_named() -> None:
+    hosts = {
+        "one": {"sparkfleet_context": 8192},
+        "two": {"sparkfleet_context": "x"},
+        "six": {"sparkfleet_context": "x"},
+    }
+    (text,) = fleet.inventory_refusals(hosts, hosts)
+    assert text == "two, six: sparkfleet_context is 'x', wanted a whole number from 1 to 16777216"
+    (text,) = fleet.inventory_refusals(hosts, {**hosts, "two": {}, "six": {"sparkfleet_drfts": True}})
+    assert text == "six: sparkfleet_drfts is no variable of this collection; did you mean sparkfleet_drafts?"
+
+
+def test_the_plan_and_the_role_want_the_same_rope_rows() -> None:
+    defaults = yaml.safe_load((ROOT / "roles/rank_files/defaults/main.yml").read_text())
+    assert defaults["rank_files_rope_extra_rows"] == budget.ROPE_EXTRA_ROWS
+    assert defaults["rank_files_kit_folder"] in (ROOT / "playbooks/plan.yml").read_text()

@@ -537,3 +537,13 @@ def test_half_a_replica_that_runs_is_judged_by_halves(full_lock: ModelLock, dims
     assert replica(full_lock, dims, available_gib=[left, 118.0])["verdict"] == "does_not_fit"
     with pytest.raises(bu.BudgetError, match="one a rank"):
         replica(full_lock, dims, situation=["running"] * 3)
+
+
+def test_what_runs_and_goes_on_is_never_refused(shape: bu.CacheShape) -> None:
+    """After days a rank may hold more than it started with: what a restart would meet is told, and nothing stops."""
+    running = judge(shape, 4.5, situation="running", limits={"reserve_gib": 12.0})
+    assert running["verdict"] == "fits_with_warning" and running["refusals"] == []
+    assert running["reason"].startswith(
+        "a restart now would be refused: the engine refuses a rank file of 98.83 GiB"
+    )
+    assert judge(shape, 4.5, situation="restart", limits={"reserve_gib": 12.0})["verdict"] == "does_not_fit"

@@ -280,6 +280,9 @@ def test_a_kept_calibration_counts_for_its_own_plan_and_build_only(
     assert calibrated(engine_build="b1") == ([True, True], [])
     plan = run(**arguments, engine_build="b1")["plan"]["budget"]
     assert [node["terms_gib"]["runtime"] for node in plan["nodes"]] == [3.0, 2.5]
+    running = {"engine_build": "b1", "situation": ["running"], "reserve_gib": 200, "require_fit": True}
+    assert not run(**arguments, **running).get("failed"), "this very plan runs and goes on"
+    assert run(**arguments, **running, parallel=1)["failed"], "another will be started again"
     for change in ({"context": 4096}, {"parallel": 1}, {"drafts": False}, {"chunk": 1024}):
         assert calibrated(engine_build="b1", **change)[0] == [False, False], change
     (why,) = calibrated(engine_build="b2")[1]
