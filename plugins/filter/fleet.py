@@ -118,6 +118,16 @@ def of_rank(rows: Iterable[Mapping[str, Any]], rank: Any) -> Mapping[str, Any]:
     return found
 
 
+def engine_profile(name: str) -> dict[str, Any]:
+    """The profile of an engine by its name, as role ranks reads it."""
+    folder = ROOT / "roles" / "ranks" / "vars" / "engines"
+    known = sorted(path.stem for path in folder.glob("*.yml"))
+    if name not in known:
+        raise AnsibleFilterError(f"no engine profile {name}; wanted one of {', '.join(known)}")
+    found: dict[str, Any] = yaml.safe_load((folder / f"{name}.yml").read_text(encoding="utf-8"))
+    return found
+
+
 class FilterModule:
     """Filters of the collection about the fleet."""
 
@@ -129,4 +139,5 @@ class FilterModule:
             "node_files": node_files,
             "plan_inputs": plan_inputs,
             "of_rank": of_rank,
+            "engine_profile": engine_profile,
         }

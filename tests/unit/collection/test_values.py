@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
+from ansible.errors import AnsibleFilterError
 from ansible_collections.sparkfleet.serving.plugins.filter import fleet
 from ansible_collections.sparkfleet.serving.plugins.filter.fleet import value_refusals
 from ansible_collections.sparkfleet.serving.plugins.module_utils import budget
@@ -163,3 +164,11 @@ def test_the_plan_and_the_role_want_the_same_rope_rows() -> None:
     defaults = yaml.safe_load((ROOT / "roles/rank_files/defaults/main.yml").read_text())
     assert defaults["rank_files_rope_extra_rows"] == budget.ROPE_EXTRA_ROWS
     assert defaults["rank_files_kit_folder"] in (ROOT / "playbooks/plan.yml").read_text()
+
+
+def test_the_profile_gives_the_plan_gate_and_reserve() -> None:
+    profile = fleet.engine_profile("tensorfold_native")
+    assert profile["memory"]["min_available_gib"]["value"] == 109
+    assert profile["settings"]["memory_reserve_gib"]["default"] == 10
+    with pytest.raises(AnsibleFilterError, match=r"no engine profile ../x; wanted one of .*tensorfold_native"):
+        fleet.engine_profile("../x")
