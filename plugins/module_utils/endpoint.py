@@ -123,15 +123,17 @@ class Endpoint:
             return {}
         return answer if status == 200 and isinstance(answer, dict) else {}
 
-    def activity(self, names: Mapping[str, Any]) -> Activity | str:
+    def activity(self, names: Mapping[str, Any], page: object = None) -> Activity | str:
         """What the engine works on, without a request that takes a slot; a sentence where nothing can be
         known.
 
         :param names: the profile's ``health``. With an API key the health page hides its counters, and the
             metrics page, which takes the key, has them under names of its own.
+        :param page: the health page, when it was read already.
         :raises OSError: nobody answers.
         """
-        _status, page = self.request("GET", str(names.get("path", "/health")))
+        if page is None:
+            _status, page = self.request("GET", str(names.get("path", "/health")))
         found = _activity(names, page if isinstance(page, dict) else {})
         if found is not None:
             return found

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from .docker_api import DockerApi, DockerError
-from .endpoint import PROMPT, Endpoint
+from .endpoint import PROMPT, Activity, Endpoint
 from .host_io import Host, Refusal, meminfo
 from .rank_install import gid_now
 from .rank_state import (
@@ -68,6 +68,13 @@ def number(health: Mapping[str, Any], path: str) -> float:
     return float(value) if isinstance(value, (int, float)) else 0.0
 
 
+def _activity(endpoint: Endpoint, names: Mapping[str, Any], page: Json) -> Activity | str:
+    try:
+        return endpoint.activity(names, page)
+    except OSError as error:
+        return f"the counters cannot be read: {error}"
+
+
 def serving(
     endpoint: Endpoint,
     launch: Mapping[str, Any],
@@ -94,23 +101,26 @@ def serving(
     if launch["served_name"] and launch["served_name"] not in served:
         return {"serving": "stalled", "why": f"it serves {', '.join(served) or 'nothing'}", "health": {}}
     first = endpoint.health(path)
-    busy = int(first.get(str(names.get("running", "requests_running")), 0) or 0)
     if probe == "never":
         return {"serving": "running", "why": "no generation was asked for", "health": first}
-    if busy and probe == "auto":
-        sleep(sample_s)
-        second = endpoint.health(path)
-        moved = [name for name in names.get("progress", []) if second.get(name) != first.get(name)]
-        if moved:
-            return {"serving": "serving", "why": f"{busy} requests run, {moved[0]} moves", "health": second}
-        if number(second, str(names.get("prefilling", ""))):
-            why = f"{busy} requests run; a prompt is read, which takes minutes and moves no counter"
-            return {"serving": "running", "why": why, "health": second}
-        return {
-            "serving": "stalled",
-            "why": f"{busy} requests run and no counter moved in {sample_s:g} s",
-            "health": second,
-        }
+    if probe == "auto":
+        seen = _activity(endpoint, names, first)
+        if isinstance(seen, str):
+            # It would queue behind requests that nobody sees.
+            why = f"{seen}; -e status_probe=always makes a generation"
+            return {"serving": "running", "why": why, "health": first}
+        if seen.running:
+            sleep(sample_s)
+            second = endpoint.health(path)
+            later = _activity(endpoint, names, second)
+            busy = f"{seen.running} requests run"
+            if later != seen:
+                return {"serving": "serving", "why": f"{busy} and counters move", "health": second}
+            if number(second, str(names.get("prefilling", ""))):
+                why = f"{busy}; a prompt is read, which takes minutes and moves no counter"
+                return {"serving": "running", "why": why, "health": second}
+            why = f"{busy} and no counter moved in {sample_s:g} s"
+            return {"serving": "stalled", "why": why, "health": second}
     try:
         reply = endpoint.chat(str(launch["served_name"]), PROMPT, 8, generation_s)
     except Refusal as refusal:

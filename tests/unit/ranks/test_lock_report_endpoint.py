@@ -334,7 +334,11 @@ def test_serving_is_proven_by_counters_or_a_generation(served: tuple[Server, end
     assert stalled["serving"] == "stalled" and "no counter moved" in stalled["why"]
     state.health = [busy, {**busy, "streams": {"decoding": 0, "prefilling": 1}}]
     assert ask()["serving"] == "running", "256K tokens are read for two minutes"
-    state.health = [{"requests_running": 0}]
+    state.health = [{"ok": True}]
+    hidden = ask()
+    assert hidden["serving"] == "running" and "shows the counters" in hidden["why"] and len(state.seen) == 1
+    assert ask("always")["serving"] == "serving" and len(state.seen) == 2
+    state.health = [{"requests_running": 0, "rounds_total": 9}]
     state.delay = 1
     assert ask()["serving"] == "stalled"
     assert rank_report.serving(endpoint.Endpoint("127.0.0.1", 1), launch, "auto")["serving"] == "starting"
