@@ -248,7 +248,8 @@ def read_state(host: Host, nvidia_smi: str, unit: str = UNIT) -> State:
     return State(
         text=host.read(f"/etc/systemd/system/{unit}"),
         unit=known,
-        confirmed=parse_confirmed("\n".join(lines)),
+        # systemd remembers the last run of a unit that was stopped; what that run confirmed is over.
+        confirmed=parse_confirmed("\n".join(lines)) if known.active == "active" else None,
         lines=lines,
         reading=take_reading(host, nvidia_smi),
     )
