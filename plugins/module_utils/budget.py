@@ -367,10 +367,7 @@ def judge_node(
         raise BudgetError(
             "bad-situation", "is no situation", tensor="situation", found=situation, wanted=SITUATIONS
         )
-    if not math.isfinite(available_gib) or available_gib < 0:
-        raise BudgetError(
-            "bad-number", "is no amount of memory", tensor="mem_available_gib", found=available_gib
-        )
+    _amount("mem_available_gib", available_gib)
     calibrated = bool(calibration)
     own = dict(terms)
     if calibration:
@@ -383,7 +380,9 @@ def judge_node(
     exact = sum(own[name] for name in EXACT_TERMS)
     load = exact + own["runtime"]
     held = load + own["growth"]
-    total = CONSTANTS["mem_total_gib"].value if mem_total_gib is None else mem_total_gib
+    total = (
+        CONSTANTS["mem_total_gib"].value if mem_total_gib is None else _amount("mem_total_gib", mem_total_gib)
+    )
     redline = _limit(limits, "redline_gib", CONSTANTS["redline_gib"].value)
     reserve = _limit(limits, "reserve_gib", default_reserve(total))
     gate = _limit(limits, "min_avail_gib", 0.0)
@@ -450,9 +449,16 @@ def judge_node(
     }
 
 
+def _amount(name: str, value: float) -> float:
+    """A number of GiB. Raises BudgetError for one that compares with nothing or is under 0."""
+    if not math.isfinite(value) or value < 0:
+        raise BudgetError("bad-number", "is no amount of memory", tensor=name, found=value)
+    return float(value)
+
+
 def _limit(limits: dict[str, float | None], name: str, default: float) -> float:
     value = limits.get(name)
-    return default if value is None else float(value)
+    return default if value is None else _amount(name, value)
 
 
 def _judge_start(

@@ -73,6 +73,20 @@ def test_an_unset_pin_says_where_it_is_found(lab: Lab, tmp_path: Path) -> None:
     refused(lab, tmp_path, found, "sparkfleet_model_revision", "[0-9a-f]{40}")
 
 
+def test_a_misspelt_name_on_one_host(lab: Lab, tmp_path: Path) -> None:
+    found = hosts(lab)
+    found["spark-2"]["sparkfleet_contxt"] = 4096
+    refused(lab, tmp_path, found, "spark-2", "sparkfleet_contxt", "sparkfleet_context?")
+
+
+def test_a_key_file_that_the_head_lacks(lab: Lab, tmp_path: Path) -> None:
+    found = hosts(lab)
+    for values in found.values():
+        values["ranks_api_key_file"] = "/etc/sparkfleet/none"
+    text = refused(lab, tmp_path, found, "secret-file", "/etc/sparkfleet/none", "absent")
+    assert "spark-2  secret-file" not in text, "only the head needs it"
+
+
 @pytest.mark.parametrize(
     "text", ["--help", 'a"b', "a\nb", "{{ lookup('pipe', 'touch /tmp/owned') }}", "$(touch /tmp/owned)"]
 )

@@ -355,6 +355,15 @@ def test_no_amount_of_memory(shape: bu.CacheShape, value: float) -> None:
         judge(shape, value)
 
 
+@pytest.mark.parametrize("value", [-0.5, float("nan"), float("inf")])
+@pytest.mark.parametrize("name", ["redline_gib", "reserve_gib", "min_avail_gib", "mem_total_gib"])
+def test_no_limit_that_compares_with_nothing(shape: bu.CacheShape, name: str, value: float) -> None:
+    """Against NaN everything fits."""
+    changes: dict[str, Any] = {name: value} if name == "mem_total_gib" else {"limits": {name: value}}
+    with pytest.raises(bu.BudgetError, match=f"{name}: is no amount of memory"):
+        judge(shape, 117.0, **changes)
+
+
 # --- the replica
 
 
