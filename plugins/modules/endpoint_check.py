@@ -138,7 +138,8 @@ def check(host: Host, docker: DockerApi, launch: dict[str, Any], params: dict[st
         result["models"] = endpoint.models(str(gates["ready"]["path"]))
         health = launch.get("health") or {}
         result["health"] = endpoint.health(str(health.get("path", "/health")))
-        result["busy"] = int(result["health"].get(str(health.get("running", "requests_running")), 0) or 0)
+        running = result["health"].get(str(health.get("running", "requests_running")))
+        result["busy"] = running if isinstance(running, int) else 0
         granted = result["health"].get("context_length")
         if isinstance(granted, int) and isinstance(launch["context"], int) and granted < launch["context"]:
             raise Refusal(
