@@ -40,7 +40,8 @@ def disk_needs(
     so that what lies there already can be subtracted. `variant` names the directory of the rank files where it is
     not the revision (an overlay); `overlay` is its manifest, `overlay_source` its REPO@REVISION. `image` marks
     bytes that an image which is there makes unneeded; `unless` and `unless_bytes` do so for a path that holds as
-    much. What is only needed for a while (an image lies there twice while it is loaded) is a row of its own.
+    much. What is only needed for a while (an image lies there twice while it is loaded) is a row of its own. `second`
+    is what a second release adds beside this one.
     Raises NeedsError for a plan without a row for a member's rank.
     """
     if not data_dir.startswith("/"):
@@ -82,7 +83,8 @@ def disk_needs(
                 raise NeedsError(f"the plan names an unknown location {place!r}")
             row = {"node": node, "path": paths[place], "image": place == "docker"}
             if int(item["first"]):
-                found.append({**row, "bytes": int(item["first"]), "what": str(item["name"])})
+                second = {"second": int(item["second"])} if item.get("second") else {}
+                found.append({**row, "bytes": int(item["first"]), "what": str(item["name"]), **second})
             if int(item.get("passing") or 0):
                 # Files of other ranks wait beside the own one, not in its directory.
                 spot = f"{root}/rank-files" if place == "rank_files" else row["path"]

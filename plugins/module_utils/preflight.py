@@ -49,6 +49,7 @@ CHECKS = (
     "container-name",
     "disk",
     "disk-network",
+    "disk-rollback",
     "docker",
     "docker-denied",
     "engine-unknown",
@@ -548,6 +549,8 @@ def _disk(node: str, rank: int, probe: Mapping[str, Any], options: Options) -> l
     paths = (probe.get("disk") or {}).get("paths") or {}
     needs: dict[str, list[tuple[str, int]]] = {}
     room: dict[str, int] = {}
+    second: dict[str, int] = {}
+    begun: set[str] = set()
     for need in options.disk_needs:
         if need.get("rank") is not None and int(need["rank"]) != rank:
             continue
@@ -555,9 +558,14 @@ def _disk(node: str, rank: int, probe: Mapping[str, Any], options: Options) -> l
             continue
         row = paths.get(str(need["path"])) or {}
         count = lacking(need, paths, probe.get("docker") or {})
-        if row.get("available_bytes") is None or not count:
+        if row.get("available_bytes") is None:
             continue
         mount = str(row["mountpoint"])
+        second[mount] = second.get(mount, 0) + int(need.get("second") or 0)
+        if count < int(need["bytes"]) and not need.get("unless"):
+            begun.add(mount)
+        if not count:
+            continue
         needs.setdefault(mount, []).append((str(need.get("what") or need["path"]), count))
         room[mount] = int(row["available_bytes"])
     for mount, items in sorted(needs.items()):
@@ -572,6 +580,18 @@ def _disk(node: str, rank: int, probe: Mapping[str, Any], options: Options) -> l
                     f"{size(total)} ({what})",
                     "free space there, or move sparkfleet_data_dir to another disk",
                     warnable=True,
+                )
+            )
+        elif mount not in begun and total + second[mount] > room[mount]:
+            # Told before the first bytes are written: later, what is free hangs on which releases are kept.
+            found.append(
+                Refusal(
+                    "disk-rollback",
+                    node,
+                    f"{mount} has {size(room[mount])} free",
+                    f"{size(total + second[mount])} for a second release beside this one, as an upgrade keeps it",
+                    "it can serve, but an upgrade will have no way back; free space there, or use another disk",
+                    level="warn",
                 )
             )
     for path in options.local_paths:

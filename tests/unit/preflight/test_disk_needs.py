@@ -71,7 +71,7 @@ def test_paths_and_bytes_of_a_pair() -> None:
 @pytest.mark.field("B67")
 def test_a_bare_head_needs_all_of_it_and_the_worker_less() -> None:
     total = sum(row["bytes"] for row in needs() if row["node"] == "spark-1")
-    assert judged(probe(total)) == []
+    assert [row.check for row in judged(probe(total))] == ["disk-rollback"]
     rows = judged(probe(total - 1))
     assert [(row.check, row.node, row.warnable) for row in rows] == [("disk", "spark-1", True)]
     assert "checkpoint 195.6 GiB" in rows[0].wanted
@@ -137,3 +137,21 @@ def test_too_much_to_count_is_not_known(tmp_path: Path, monkeypatch: pytest.Monk
     for number in range(5):
         (tmp_path / str(number)).touch()
     assert storage.held_bytes(Reader(root=str(tmp_path)), "/") is None
+
+
+@pytest.mark.parametrize(
+    ("available", "held", "told"),
+    [
+        (10**13, {}, ""),
+        (1000 * GB, {}, "disk-rollback"),
+        (500 * GB, {}, "disk"),
+        # An upgrade: the tables lie there, and so does the release that stays to go back to.
+        (800 * GB, {ENGRAM_DIR: 203 * GB}, ""),
+    ],
+)
+def test_a_node_that_cannot_keep_a_second_release_is_told_at_first(
+    available: int, held: dict[str, int], told: str
+) -> None:
+    rows = [row for row in judged(probe(available, held)) if row.node == "spark-1"]
+    assert [row.check for row in rows] == ([told] if told else [])
+    assert all(row.level == ("warn" if told == "disk-rollback" else "fail") for row in rows)
