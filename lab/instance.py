@@ -26,6 +26,7 @@ from typing import Any
 import docker
 from docker.errors import APIError, NotFound
 from docker.models.containers import Container
+from docker.models.networks import Network
 from docker.types import IPAMConfig, IPAMPool
 
 from . import image
@@ -446,18 +447,41 @@ def up(lab: Instance) -> dict[str, Any]:
     return state
 
 
+def link_ends(networks: list[Network]) -> list[str]:
+    """This machine's ends of the links of all containers on these networks: what their bridges hold."""
+    bridges = [Path("/sys/class/net", f"br-{str(network.id)[:12]}", "brif") for network in networks]
+    return [end.name for bridge in bridges if bridge.is_dir() for end in bridge.iterdir()]
+
+
+def unplug(ends: list[str]) -> None:
+    """Remove what is left of these links once their containers are gone.
+
+    A node renames the interface that the engine gave it (eth0 becomes enP7s7), so the engine does not find it again,
+    and this machine's end stays until the kernel ends the node's network: as long as anything is left in it.
+    """
+    for end in ends:
+        if Path("/sys/class/net", end).exists():
+            subprocess.run(["ip", "link", "del", end], capture_output=True, check=False)
+    wait_for(
+        lambda: not any(Path("/sys/class/net", end).exists() for end in ends), "the nodes' links to go", 30
+    )
+
+
 def down(lab: Instance) -> None:
     """Remove the instance's containers, volumes and network. Images, caches and keys stay."""
     client = connect()
     lab.up_file.unlink(missing_ok=True)
     mine: Filters = {"label": f"{LABEL}={lab.name}"}
     containers = client.containers.list(all=True, filters=mine)
+    networks = client.networks.list(filters=mine)
+    ends = link_ends(networks)
     # The cable first: it would plug a node in again.
     for container in sorted(containers, key=lambda each: each.name != lab.container("cable")):
         container.remove(force=True, v=True)
+    unplug(ends)
     for volume in client.volumes.list(filters=mine):
         volume.remove(force=True)
-    for network in client.networks.list(filters=mine):
+    for network in networks:
         network.remove()
 
 
@@ -465,11 +489,14 @@ def purge() -> None:
     """Remove all that the lab ever made on this machine: instances, images, volumes, caches, keys."""
     client = connect()
     every: Filters = {"label": LABEL}
+    networks = client.networks.list(filters=every)
+    ends = link_ends(networks)
     for container in client.containers.list(all=True, filters=every):
         container.remove(force=True, v=True)
+    unplug(ends)
     for volume in client.volumes.list(filters=every):
         volume.remove(force=True)
-    for network in client.networks.list(filters=every):
+    for network in networks:
         network.remove()
     for kind in ("node", "base", "base-rootfs", "node-rootfs", "bare"):
         for found in client.images.list(name=f"{PREFIX}/{kind}"):

@@ -55,8 +55,7 @@ def interfaces() -> dict[str, str]:
     return {
         row["ifname"]: json.dumps([[entry["local"], entry["prefixlen"]] for entry in row["addr_info"]])
         for row in rows
-        # The engine's bridge, and its ends of containers' networks, which the kernel takes down when it likes.
-        if row["ifname"] != "docker0" and not row["ifname"].startswith("veth")
+        if row["ifname"] != "docker0"  # the engine's own bridge
     }
 
 

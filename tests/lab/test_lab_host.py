@@ -74,8 +74,19 @@ def test_a_lab_leaves_its_machine_as_it_was(lab: Instance) -> None:
     instance.up(lab)
     assert len(traces(lab)) > 4 + 6 + 1
     assert host() == before
-    instance.down(lab)
+    # The hub's link and both nodes', which the engine cannot find again.
+    mine = {"label": f"sparkfleet.lab={lab.name}"}
+    ends = instance.link_ends(engine().networks.list(filters=mine))
+    assert len(ends) == 3 and all(Path("/sys/class/net", end).exists() for end in ends)
+    # Whatever is still in a node's network keeps it, and with it the link, alive after the container.
+    pid = engine().containers.get(lab.container("spark-1")).attrs["State"]["Pid"]
+    with subprocess.Popen(["nsenter", "-t", str(pid), "-n", "sleep", "120"]) as lingering:
+        try:
+            instance.down(lab)
+        finally:
+            lingering.kill()
     assert traces(lab) == []
+    assert not any(Path("/sys/class/net", end).exists() for end in ends)
     assert not lab.up_file.exists()
     assert host() == before
     assert abs(time.time() - time.monotonic() - clock) < 1
