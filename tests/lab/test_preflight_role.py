@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,9 +61,12 @@ def test_half_a_pair_is_refused_before_any_node_is_asked(pair: tuple[Node, Node]
     assert "Read the node" not in result.output
 
 
+#: What the lab's inventory finds beside itself, and an altered copy in another place does not.
+ELSEWHERE: dict[str, object] = {"image_context": "/nowhere", "sparkfleet_inventory_ready": True}
+
+
 def altered(tmp_path: Path, old: str, new: str) -> str:
-    """The lab's inventory with one change, in another place: what it finds beside itself must be given
-    then."""
+    """The lab's inventory with one change, in another place."""
     text = (inventory() / "hosts.yml").read_text().replace("{{ inventory_dir }}", str(inventory()))
     assert old in text
     (tmp_path / "hosts.yml").write_text(text.replace(old, new))
@@ -73,7 +77,7 @@ def altered(tmp_path: Path, old: str, new: str) -> str:
 def test_one_address_twice_is_refused_before_any_node_is_asked(
     pair: tuple[Node, Node], tmp_path: Path
 ) -> None:
-    result = run(source=altered(tmp_path, "10.77.0.2/30", "10.77.0.1/30"), image_context="/nowhere")
+    result = run(source=altered(tmp_path, "10.77.0.2/30", "10.77.0.1/30"), **ELSEWHERE)
     assert result.rc != 0
     assert "address-twice" in result.output
     assert "Read the node" not in result.output
@@ -90,7 +94,7 @@ def test_a_missing_node_is_one_line_beside_the_rest(pair: tuple[Node, Node], tmp
         tmp_path, f"ansible_host: {pair[1].address}", "ansible_host: 127.0.0.1\n          ansible_port: 1"
     )
     with pair[0].fault("kho"):
-        result = run(source=source, preflight_format="json", image_context="/nowhere")
+        result = run(source=source, preflight_format="json", **ELSEWHERE)
     # Kexec handover also takes 9.3 GiB, so the memory row may stand beside it.
     assert failing(result) - {("spark-1", "memory")} == {
         ("spark-1", "kernel-kho"),
@@ -125,37 +129,53 @@ def test_a_foreign_listener_is_named_and_left_alone(pair: tuple[Node, Node]) -> 
         node.run("systemctl", "stop", "lab-jupyter")
 
 
-UFW = """#!/bin/sh
-cat <<'END'
-Status: active
-
-To                         Action      From
---                         ------      ----
-22/tcp                     ALLOW       Anywhere
-Anywhere on enp1s0f0np0    ALLOW       10.77.0.0/30
-END
-"""
-
-
 @pytest.mark.field("B15")
 def test_a_firewall_between_the_rails_is_refused_with_the_rule_that_is_missing(
     pair: tuple[Node, Node],
 ) -> None:
     node = pair[1]
     try:
-        node.text("mkdir", "-p", "/etc/ufw")
-        node.write("/etc/ufw/ufw.conf", "ENABLED=yes\nLOGLEVEL=low\n")
-        node.write("/etc/default/ufw", 'DEFAULT_INPUT_POLICY="DROP"\n')
-        node.write("/usr/local/sbin/ufw", UFW, 0o755)
+        node.text("ufw", "allow", "22/tcp")
+        node.text("ufw", "allow", "in", "on", "enp1s0f0np0", "from", "10.77.0.0/30")
+        node.text("ufw", "--force", "enable")
         result = run(preflight_format="json")
         assert failing(result) == {("spark-2", "firewall")}
-        row = rows(result)["spark-2", "firewall"]
-        assert row["remedy"] == "ufw allow in on enP2p1s0f0np0 from 10.77.0.4/30"
-        node.write("/etc/ufw/ufw.conf", "ENABLED=no\n")
-        node.write("/usr/local/sbin/ufw", "#!/bin/sh\necho 'Status: inactive'\n", 0o755)
+        missing = "ufw allow in on enP2p1s0f0np0 from 10.77.0.4/30"
+        assert rows(result)["spark-2", "firewall"]["remedy"].startswith(missing + "; or set ")
+        node.text(*missing.split())
         assert run().rc == 0
     finally:
-        node.run("rm", "-rf", "/etc/ufw", "/etc/default/ufw", "/usr/local/sbin/ufw")
+        node.run("sh", "-c", "ufw --force reset && rm -f /etc/ufw/*.20*")
+
+
+KERNEL_LINES = sorted((Path(__file__).parents[1] / "fixtures/gb10").glob("kernel-*.txt"))
+FATAL = {
+    "AER": "pcieport 0000:00:00.0: AER: Uncorrectable (Fatal) error message received from 0000:00:00.0",
+    "mlx5": "mlx5_core 0000:01:00.0: mlx5_pci_err_detected Device state = 1 pci_status: 1. Enter",
+}
+
+
+@pytest.mark.field("B16", "C05", "C12")
+def test_fatal_lines_of_the_kernel_are_refused_until_the_node_restarts(pair: tuple[Node, Node]) -> None:
+    """What healthy nodes log is recorded: a corrected RxErr, 27 W, hot-plug events. None of it counts."""
+    node = pair[1]
+    healthy = [
+        re.sub(r"^(\[[^]]*\] +|[0-9:]{8} |.* kernel: )", "", line)
+        for path in KERNEL_LINES
+        for line in path.read_text().splitlines()
+        if not line.startswith("#")
+    ]
+    assert any("severity=Correctable" in line for line in healthy) and any("27W" in line for line in healthy)
+    with node.fault("kernel-log", "\n".join(healthy)):
+        said = node.text("journalctl", "--dmesg", "--boot", "--output=cat")
+        assert all(line in said for line in healthy)
+        assert ("spark-2", "pcie-errors") not in rows(run(preflight_format="json"))
+        with node.fault("kernel-log", "\n".join(FATAL.values())):
+            result = run(preflight_format="json")
+            assert failing(result) == {("spark-2", "pcie-errors")}
+            assert rows(result)["spark-2", "pcie-errors"]["found"].startswith("2 kernel lines of this boot:")
+            node.restart()
+            assert run().rc == 0
 
 
 @pytest.mark.field("B67")
@@ -189,10 +209,13 @@ def test_sudo_that_wants_a_password_is_named_first_and_the_rest_is_read(pair: tu
     rule = node.read("/etc/sudoers.d/spark")
     try:
         node.write("/etc/sudoers.d/spark", rule.replace("NOPASSWD:", "") + "\n", 0o440)
-        result = run(preflight_format="json")
+        with node.fault("kho"):
+            result = run(preflight_format="json")
         seen = list(rows(result))
         assert seen[0] == ("spark-1", "sudo"), seen
         assert "password" in rows(result)["spark-1", "sudo"]["found"]
+        # What everybody may read is judged; what only root may read follows from the first row and is not said again.
+        assert failing(result) == {("spark-1", "sudo"), ("spark-1", "kernel-kho")}
     finally:
         node.write("/etc/sudoers.d/spark", rule + "\n", 0o440)
     assert run().rc == 0
