@@ -8,7 +8,6 @@ check id.
 from __future__ import annotations
 
 import difflib
-import ipaddress
 import json
 import re
 import textwrap
@@ -16,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from . import rails
+from . import rail_firewall, rails
 from .disk_needs import lacking
 from .rails import Refusal
 
@@ -122,6 +121,7 @@ class Options:
     local_paths: tuple[str, ...] = ()
     secret_files: tuple[Mapping[str, Any], ...] = ()
     takeover: bool = False
+    open_firewall: bool = False
     rdma_mtu: int = 4096
 
     @classmethod
@@ -289,40 +289,32 @@ def _kernel_log(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
     ]
 
 
-def rule_opens(rule: Mapping[str, Any], netdev: str, network: str) -> bool | None:
-    """What one ufw rule does to every packet from `network` on `netdev`: True lets them in, False does not,
-    None when it speaks of something else (another interface, one port, a part of the network)."""
-    target = str(rule["to"])
-    place = re.match(r"^Anywhere(?: on (\S+))?$", target)
-    if not place or place.group(1) not in (None, netdev):
-        return None
-    source = str(rule["source"])
-    if source != "Anywhere":
-        try:
-            if not ipaddress.ip_network(network).subnet_of(ipaddress.ip_network(source)):  # type: ignore[arg-type]
-                return None
-        except (TypeError, ValueError):
-            return None
-    return bool(rule["action"] == "ALLOW")
-
-
-def _firewall(node: str, plan: Sequence[rails.RailPlan], probe: Mapping[str, Any]) -> list[Refusal]:
+def _firewall(
+    node: str, plan: Sequence[rails.RailPlan], probe: Mapping[str, Any], options: Options
+) -> list[Refusal]:
     """ufw between the rails: ranks meet on a known port and then talk on ports that nobody knows before (B15).
 
     The node's own subnet is what is asked for, so that a rank that connects to its own address gets through too.
     """
     wall = probe.get("firewall") or {}
-    if not wall.get("active") or str(wall.get("default_input") or "DROP") == "ACCEPT":
+    if not rail_firewall.filters(wall):
         return []
     rules = wall.get("rules")
-    closed = []
-    for item in plan:
-        answers = (rule_opens(rule, item.netdev, item.network) for rule in rules or [])
-        if next((answer for answer in answers if answer is not None), False) is False:
-            closed.append(item)
+    answers = [(item, rail_firewall.decided(rules or [], item.netdev, item.network)) for item in plan]
+    # The role fabric adds what is missing when it may; it never goes around a rule that says no.
+    fatal = (False,) if options.open_firewall and rules is not None else (False, None)
+    closed = [item for item, answer in answers if answer in fatal]
     if not closed:
         return []
     names = ", ".join(item.netdev for item in closed)
+    missing = [item for item, answer in answers if item in closed and answer is None]
+    remedy = "; ".join(
+        "ufw " + " ".join(rail_firewall.rule_words(item.netdev, item.network)) for item in missing
+    )
+    if missing and rules is not None:
+        remedy += "; or set fabric_open_firewall: true"
+    if len(missing) < len(closed):
+        remedy = "; ".join(filter(None, ["remove the rule that denies it (ufw status numbered)", remedy]))
     return [
         Refusal(
             "firewall",
@@ -331,7 +323,7 @@ def _firewall(node: str, plan: Sequence[rails.RailPlan], probe: Mapping[str, Any
             if rules is None
             else f"ufw is active and does not let the ranks through on {names}",
             "all ports open between the ranks, on the rails only: the ranks choose ports while they run",
-            "; ".join(f"ufw allow in on {item.netdev} from {item.network}" for item in closed),
+            remedy,
             warnable=True,
             level="warn" if rules is None else "fail",
         )
@@ -786,7 +778,7 @@ def node_refusals(
         *_kernel_log(node, probe),
         *_machine(node, probe, options),
         *_rails(member, plan, probe, options),
-        *_firewall(node, plan, probe),
+        *_firewall(node, plan, probe, options),
         *_docker(node, probe, options),
         *_ports(node, probe, options),
         *_killers(node, probe),

@@ -357,10 +357,13 @@ def test_a_firewall_that_keeps_the_ranks_apart_is_refused_with_the_rules_that_op
     first = refused(wall(ssh))
     assert [(row.check, row.node, row.level) for row in first] == [("firewall", "spark-1", "fail")]
     assert first[0].remedy == (
-        "ufw allow in on enp1s0f0np0 from 10.77.0.0/30; ufw allow in on enP2p1s0f0np0 from 10.77.1.0/30"
+        "ufw allow in on enp1s0f0np0 from 10.77.0.0/30; ufw allow in on enP2p1s0f0np0 from 10.77.1.0/30; "
+        "or set fabric_open_firewall: true"
     )
     half = ("Anywhere on enp1s0f0np0", "ALLOW", "10.77.0.0/30")
-    assert refused(wall(ssh, half))[0].remedy == "ufw allow in on enP2p1s0f0np0 from 10.77.1.0/30"
+    assert refused(wall(ssh, half))[0].remedy.startswith(
+        "ufw allow in on enP2p1s0f0np0 from 10.77.1.0/30; or"
+    )
     other = ("Anywhere on enP2p1s0f0np0", "ALLOW", "10.77.0.0/16")
     assert refused(wall(ssh, half, other)) == []
     # The first rule that speaks of the rail decides, as in ufw.
@@ -371,6 +374,14 @@ def test_a_firewall_that_keeps_the_ranks_apart_is_refused_with_the_rules_that_op
     assert refused(wall(ssh, active=False)) == []
     assert refused(wall(ssh, default_input="ACCEPT")) == []
     assert [row.level for row in refused(wall(rules=None))] == ["warn"]
+    # With leave to add rules only a rule that says no is in the way.
+    opening = Options(open_firewall=True)
+    assert found(opening, firewall=wall(ssh)) == {}
+    shut = wall(("Anywhere on enp1s0f0np0", "DENY", "Anywhere"))
+    rows = judge(pair(), {"spark-1": node(firewall=shut), "spark-2": node()}, opening)
+    assert [(row.check, row.remedy) for row in rows] == [
+        ("firewall", "remove the rule that denies it (ufw status numbered)")
+    ]
     softened = Options(warn=("firewall",))
     assert found(softened, firewall=wall(ssh)) == {"firewall": "warn"}
 
@@ -498,7 +509,9 @@ def checks_of_the_code() -> dict[str, set[str]]:
             level = words.get("level")
             soft = isinstance(words.get("warnable"), ast.Constant)
             always = isinstance(level, ast.Constant) and level.value == "warn"
-            found.setdefault(call.args[0].value, set()).add("warn" if always else "soft" if soft else "fail")
+            found.setdefault(str(call.args[0].value), set()).add(
+                "warn" if always else "soft" if soft else "fail"
+            )
     different = {
         "kernel": {"release": "other", "cmdline": ""},
         "gpu": {"present": True, "driver": "590.48.01", "processes": []},
