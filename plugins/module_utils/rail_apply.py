@@ -2,10 +2,9 @@
 """Bring the rails of one node to their addresses, with a way back that needs nobody.
 
 Order of a change: render, validate in a temporary root, save what is there, arm a timer that restores it,
-write,
-apply, read again. The timer is disarmed by `confirm`, after all peers answer full-size packets on every
-rail; until
-then a lost peer or controller means that the old network comes back by itself.
+write, apply, read again. `keep` disarms the timer, after all peers have answered full-size packets on every rail
+(`ask`) and every member has said so; until then a lost peer or controller means that the old network comes back
+by itself.
 
 Only the rails are reconfigured (`networkctl reconfigure`), never the whole machine: `netplan apply` would
 also put into
@@ -85,6 +84,8 @@ class Plan:
     write: bool = False
     disable: list[str] = field(default_factory=list)
     live_differs: bool = False
+    #: Interfaces that our file names and that are no rails any more (the cable sits in the other cage), as they are.
+    left: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     @property
     def changed(self) -> bool:
@@ -125,9 +126,10 @@ class Plan:
             }
             for path in self.disable
         ]
-        if self.live_differs:
-            after = self.live_after()
-            for name, row in self.live_before.items():
+        after = {**self.live_after(), **{name: {**row, "addresses": []} for name, row in self.left.items()}}
+        before = {**(self.live_before if self.live_differs else {}), **self.left}
+        for name, row in before.items():
+            if row != after[name]:
                 header = f"rail {name}"
                 rows.append(
                     {
@@ -326,6 +328,9 @@ class RailNode:
         plan = Plan(halves, tuple(wanted), mtu, renderer, text, before, self.live(netdevs), foreign)
         plan.live_differs = plan.live_before != plan.live_after()
         ours = before is not None and probe_netplan.OWN_MARK in before
+        if ours:
+            named = re.findall(r"^    (\S+):$", before or "", re.M)
+            plan.left = self.live([name for name in named if name in probe["net"] and name not in netdevs])
         if (
             foreign
             and not ours
@@ -420,6 +425,8 @@ class RailNode:
                 self.write_own(plan.text)
             self.forget_profiles(plan.disable)
             self.activate(plan.netdevs, plan.renderer)
+            for name in plan.left:
+                self.run("ip", "-4", "address", "flush", "dev", name)
             self.settle(plan, settle)
         except (ApplyError, OSError) as error:
             self.rollback()
@@ -526,7 +533,7 @@ class RailNode:
             ]
         else:
             lines.append("netplan apply")
-        for name, row in plan.live_before.items():
+        for name, row in {**plan.live_before, **plan.left}.items():
             quoted = shlex.quote(name)
             if row["mtu"]:
                 lines.append(f"ip link set dev {quoted} mtu {int(row['mtu'])}")
@@ -594,9 +601,8 @@ class RailNode:
         )
         return answer.ok and " 0% packet loss" in answer.stdout
 
-    def confirm(self, plan: Plan, seconds: float) -> list[dict[str, Any]]:
-        """Ask every peer on every rail with packets that fill the MTU and may not be cut; then disarm the
-        timer.
+    def ask(self, plan: Plan, seconds: float) -> list[dict[str, Any]]:
+        """Ask every peer on every rail with packets that fill the MTU and may not be cut.
 
         Returns [{netdev, peer, bytes, ok}]. Raises ApplyError naming what did not answer, and whether the
         old network
@@ -618,10 +624,13 @@ class RailNode:
             if time.monotonic() > end:
                 raise ApplyError(self.silence(rows), links=rows, rollback_armed=self.pending() is not None)
             time.sleep(0.5)
+        return rows
+
+    def keep(self) -> None:
+        """The change stays: disarm the timer."""
         self.disarm_timer()
         with contextlib.suppress(OSError):
             self.marker.unlink()
-        return rows
 
     def silence(self, rows: Sequence[Mapping[str, Any]]) -> str:
         parts = []

@@ -437,7 +437,7 @@ def _addresses(members: list[Member], misnumbered: set[str]) -> list[Refusal]:
     owner: dict[str, tuple[str, int]] = {}
     # Rails with a refusal of their own: what comparing them with others would say follows from it.
     judged: set[tuple[str, int]] = set()
-    nets: list[tuple[ipaddress.IPv4Network, str, int, str]] = []
+    nets: list[tuple[ipaddress.IPv4Network, str, int, tuple[str, int]]] = []
     for member in sorted(members, key=lambda item: (item.replica, item.rank, item.name)):
         own: list[tuple[ipaddress.IPv4Network, tuple[str, int]]] = []
         for number, (cidr, _netdev) in enumerate(member.rails):
@@ -606,6 +606,9 @@ def node_networks(probe: Mapping[str, Any], rails: Iterable[str] = ()) -> list[t
     interfaces and
     Docker's networks."""
     own = set(rails)
+    for entry in (probe.get("netplan") or {}).get("files") or []:
+        if entry.get("owned"):  # rails of ours; where the cable has moved to the other cage, they were
+            own |= set(entry.get("netdevs") or [])
     found = []
     for name, row in (probe.get("net") or {}).items():
         if name in own or name == "lo":

@@ -23,10 +23,12 @@ options:
   state:
     description:
       - V(present) makes the addresses so and arms the rollback timer if something changed.
-      - V(confirmed) pings all peers on all rails and disarms the timer.
+      - V(answered) pings all peers on all rails, and leaves the timer armed.
+      - V(confirmed) pings them again and disarms the timer. Use it once V(answered) has succeeded on every member, so
+        that a member which lost its controller does not go back alone.
       - V(absent) removes the file and brings back the files that were taken over.
     type: str
-    choices: [present, confirmed, absent]
+    choices: [present, answered, confirmed, absent]
     default: present
   rails:
     description: The rails in order, half 0 (PCI domain 0000) first.
@@ -95,7 +97,15 @@ EXAMPLES = r"""
       - {address: 10.77.1.1/30, peers: [10.77.1.2]}
   become: true
 
-- name: Confirm, once every member has applied
+- name: Ask the peers, once every member has applied
+  sparkfleet.serving.rail_network:
+    state: answered
+    rails:
+      - {address: 10.77.0.1/30, peers: [10.77.0.2]}
+      - {address: 10.77.1.1/30, peers: [10.77.1.2]}
+  become: true
+
+- name: Confirm, once every member has its answers
   sparkfleet.serving.rail_network:
     state: confirmed
     rails:
@@ -109,7 +119,7 @@ rails:
   description: "The rails as they are: netdev, hca, pci, cage, address, mtu, peers."
   type: list
   elements: dict
-  returned: state present or confirmed
+  returned: state present, answered or confirmed
 renderer:
   description: Who applies the file.
   type: str
@@ -128,11 +138,15 @@ pending:
   description: Whether the rollback timer waits for a confirmation.
   type: bool
   returned: state present
+answered:
+  description: True when every peer has answered on every rail.
+  type: bool
+  returned: state answered or confirmed
 links:
   description: "One row for each rail and peer: netdev, peer, bytes, ok."
   type: list
   elements: dict
-  returned: state confirmed
+  returned: state answered or confirmed
 """
 
 import socket
@@ -197,7 +211,7 @@ def present(module: AnsibleModule, node: RailNode, wanted: list[Wanted]) -> None
     )
 
 
-def confirmed(module: AnsibleModule, node: RailNode, wanted: list[Wanted]) -> None:
+def answered(module: AnsibleModule, node: RailNode, wanted: list[Wanted], keep: bool) -> None:
     params = module.params
     plan = node.plan(wanted, params["mtu"], params["renderer"], params["takeover"], raise_links=False)
     if module.check_mode:
@@ -205,8 +219,10 @@ def confirmed(module: AnsibleModule, node: RailNode, wanted: list[Wanted]) -> No
         module.exit_json(changed=False, rails=shown(plan), links=[])
     if plan.live_differs:
         raise ApplyError(f"the rails are {plan.live_before}", wanted=plan.live_after())
-    links = node.confirm(plan, params["confirm_seconds"])
-    module.exit_json(changed=False, rails=shown(plan), links=links)
+    links = node.ask(plan, params["confirm_seconds"])
+    if keep:
+        node.keep()
+    module.exit_json(changed=False, rails=shown(plan), links=links, answered=True)
 
 
 def absent(module: AnsibleModule, node: RailNode) -> None:
@@ -229,7 +245,11 @@ def main() -> None:
     }
     module = AnsibleModule(
         argument_spec={
-            "state": {"type": "str", "choices": ["present", "confirmed", "absent"], "default": "present"},
+            "state": {
+                "type": "str",
+                "choices": ["present", "answered", "confirmed", "absent"],
+                "default": "present",
+            },
             "rails": {"type": "list", "elements": "dict", "options": rail, "default": []},
             "mtu": {"type": "int", "default": 9000},
             "renderer": {"type": "str", "choices": ["auto", "networkd", "NetworkManager"], "default": "auto"},
@@ -247,11 +267,11 @@ def main() -> None:
         if module.params["state"] == "absent":
             absent(module, node)
         elif not wanted:
-            module.exit_json(changed=False, rails=[], links=[], pending=False)
+            module.exit_json(changed=False, rails=[], links=[], pending=False, answered=True)
         elif module.params["state"] == "present":
             present(module, node, wanted)
         else:
-            confirmed(module, node, wanted)
+            answered(module, node, wanted, keep=module.params["state"] == "confirmed")
     except (ApplyError, RailError) as error:
         node.lower_again()
         details = error.details if isinstance(error, ApplyError) else {}

@@ -41,13 +41,16 @@ SAME = {
 }
 PROBLEMS |= {f"T{number:02d}" for number in range(1, 48)} | {f"E{number:02d}" for number in range(1, 35)}
 
+# What recorded outputs of real nodes say against the reports, as far as it concerns the network.
+CORRECTIONS = {f"C{number:02d}" for number in (5, 6, 7, 8, 9, 10, 11, 12, 19)}
+
 
 def marked() -> set[str]:
     """Ids that stand in a field marker of any test."""
     found: set[str] = set()
     for path in (ROOT / "tests").glob("**/test_*.py"):
         for call in re.findall(r"mark\.field\(([^)]*)\)", path.read_text()):
-            found.update(re.findall(r"[BTE]\d+", call))
+            found.update(re.findall(r"[BCTE]\d+", call))
     return found | {mine for mine, other in SAME.items() if other in found}
 
 
@@ -60,6 +63,12 @@ def test_no_problem_is_forgotten() -> None:
     assert sorted(PROBLEMS - marked() - listed()) == []
 
 
+def test_every_correction_of_the_network_has_a_test_and_a_row() -> None:
+    assert sorted(CORRECTIONS - marked()) == []
+    assert set(re.findall(r"^\| (C\d+) \|", PAGE.read_text(), re.M)) == CORRECTIONS
+    assert {item for item in marked() if item.startswith("C")} <= CORRECTIONS
+
+
 def test_the_list_only_shrinks() -> None:
     """A problem that a test stands for leaves the list; an id that nobody reported is a slip of the pen."""
     assert sorted(listed() & marked()) == []
@@ -69,4 +78,11 @@ def test_the_list_only_shrinks() -> None:
 
 def test_markers_name_problems_that_were_reported() -> None:
     """A slip of the pen in a marker would stand for nothing. P2 problems may be marked, too."""
-    assert sorted(name for name in marked() - PROBLEMS if not re.fullmatch(r"B(0\d|[1-9]\d|100)", name)) == []
+    assert (
+        sorted(
+            name
+            for name in marked() - PROBLEMS - CORRECTIONS
+            if not re.fullmatch(r"B(0\d|[1-9]\d|100)", name)
+        )
+        == []
+    )

@@ -106,6 +106,15 @@ def test_no_task_installs_a_driver(path: Path) -> None:
             assert "nvidia" not in str(task[module]), task.get("name")
 
 
+@pytest.mark.field("C10")
+def test_the_text_of_a_cable_decides_nothing() -> None:
+    """The EEPROM of a good 200G cable claims 40G, so nothing of ours reads one (ethtool -m, mlxlink)."""
+    for folder in ("plugins", "roles", "node", "playbooks"):
+        for path in (ROOT / folder).rglob("*"):
+            if path.is_file() and path.suffix in (".py", ".yml", ".j2", ".sh"):
+                assert not re.search(r"\bethtool\b|\bmlxlink\b|eeprom", path.read_text(), re.I), path
+
+
 @pytest.mark.field("B54")
 @pytest.mark.parametrize("path", YAML_FILES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_no_task_upgrades_the_system(path: Path) -> None:

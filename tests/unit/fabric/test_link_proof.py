@@ -35,7 +35,7 @@ def test_recorded_runs(name: str, gbps: float, verdict: str) -> None:
     assert judge(found, GOOD).verdict == verdict
 
 
-@pytest.mark.field("B01")
+@pytest.mark.field("B01", "C06")
 @pytest.mark.parametrize(
     ("average", "peak", "verdict"),
     [
@@ -61,6 +61,7 @@ def test_a_slow_link_that_does_not_read_perfect_is_no_stale_initialization() -> 
     assert judge(Figure(13.0, 13.0, 1), {**GOOD, "pci_link_speed": "16.0 GT/s PCIe"}).verdict == "degraded"
 
 
+@pytest.mark.field("C07")
 def test_no_row_is_a_failure_whatever_the_exit_code() -> None:
     text = (GB10 / "bw-ib_write_bw-client-1qp-MBs-mtu1024.txt").read_text().splitlines()
     header = "\n".join(line for line in text if not line.strip().startswith("65536"))

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import yaml
-from ansible_collections.sparkfleet.serving.plugins.module_utils import rail_apply
+from ansible_collections.sparkfleet.serving.plugins.module_utils import rail_apply, rails
 from ansible_collections.sparkfleet.serving.plugins.module_utils.probe.reader import Answer, Reader
 from ansible_collections.sparkfleet.serving.plugins.module_utils.rail_apply import (
     ApplyError,
@@ -433,12 +433,17 @@ def test_confirm_wants_full_packets_from_every_peer_and_tells_mtu_from_silence(
     node = RailNode(spark, state_dir=str(tmp_path))
     (tmp_path / "pending.json").write_text("{}")
     spark.answers["ping"] = Answer(0, "2 packets transmitted, 2 received, 0% packet loss, time 1ms")
-    rows = node.confirm(found, 1)
+    assert node.pending() is not None
+    rows = node.ask(found, 1)
     assert [(row["netdev"], row["peer"], row["ok"]) for row in rows] == [
         (RAILS[0], "10.77.0.2", True),
         (RAILS[1], "10.77.1.2", True),
     ]
     assert "-M do -s 8972" in next(text for text in spark.ran if text.startswith("ping"))
+    # Asking alone keeps nothing: another member may not have its answers.
+    assert node.pending() is not None
+    assert "systemctl stop sparkfleet-fabric-rollback.timer" not in spark.ran
+    node.keep()
     assert node.pending() is None
     assert "systemctl stop sparkfleet-fabric-rollback.timer" in spark.ran
 
@@ -452,9 +457,28 @@ def test_confirm_wants_full_packets_from_every_peer_and_tells_mtu_from_silence(
 
     spark.run = small_only  # type: ignore[method-assign]
     with pytest.raises(ApplyError, match="small packets only: the MTU differs") as caught:
-        node.confirm(found, 0.1)
+        node.ask(found, 0.1)
     assert caught.value.details["rollback_armed"] is True
     assert node.pending() is not None
+
+
+@pytest.mark.field("B05")
+def test_a_cable_that_moved_leaves_no_address_behind(spark: Spark, tmp_path: Path) -> None:
+    others = ("enp1s0f1np1", "enP2p1s0f1np1")
+    text = rails.render_netplan([(name, one.address) for name, one in zip(others, WANTED)], 9000, "networkd")
+    spark.put("/etc/netplan/40-cx7.yaml", text)
+    spark.addresses[others[0]] = ["10.77.0.1/30"]
+    found = plan(spark)
+    assert found.write and found.netdevs == list(RAILS)
+    assert found.left == {
+        others[0]: {"addresses": ["10.77.0.1/30"], "mtu": 9000},
+        others[1]: {"addresses": [], "mtu": 9000},
+    }
+    announced = {row["before_header"]: row["after"] for row in found.diff()}
+    assert announced[f"rail {others[0]}"] == f"{others[0]}: no IPv4, mtu 9000\n"
+    assert f"rail {others[1]}" not in announced
+    script = RailNode(spark, state_dir=str(tmp_path / "state")).save(found).read_text()
+    assert f"ip address replace 10.77.0.1/30 dev {others[0]}" in script
 
 
 def test_running_ranks_are_found_and_an_unknown_engine_is_not_empty(spark: Spark) -> None:

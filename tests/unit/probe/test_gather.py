@@ -141,7 +141,7 @@ def test_a_spark_with_one_cable(tmp_path: Path) -> None:
     json.dumps(probe)
 
 
-@pytest.mark.field("B19")
+@pytest.mark.field("B19", "C08")
 @pytest.mark.parametrize(("hole", "index"), [(False, 3), (True, 4)])
 def test_gid_table_with_empty_slots_and_a_hole(tmp_path: Path, hole: bool, index: int) -> None:
     probe = gather(Reader(root=str(spark(tmp_path, hole))), ["rdma"])
@@ -150,7 +150,7 @@ def test_gid_table_with_empty_slots_and_a_hole(tmp_path: Path, hole: bool, index
     assert rails.choose_gid(probe["rdma"], "rocep1s0f0", "enp1s0f0np0", "192.168.100.10").index == index
 
 
-@pytest.mark.field("B02", "B18")
+@pytest.mark.field("B02", "B18", "C05")
 def test_no_cable_means_absent_devices_not_an_error(tmp_path: Path) -> None:
     put(tmp_path, "/sys/class/net/enP7s7/mtu", "1500\n")
     put(tmp_path, "/etc/nvidia/cx7-hotplug-enabled", "")

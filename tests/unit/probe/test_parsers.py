@@ -153,7 +153,7 @@ def test_clock_units() -> None:
     assert gpu.parse_clock_unit("ExecStart=/bin/true\n") is None
 
 
-@pytest.mark.field("B10")
+@pytest.mark.field("B10", "C09")
 def test_active_mtu_of_each_port() -> None:
     four = net.parse_ibv_devinfo(text("rdma-ibv_devinfo-4ports-active-mtu1024.txt"))
     assert {row["active_mtu"] for row in four.values()} == {1024}

@@ -29,7 +29,7 @@ def put(root: Path, name: str, value: str) -> None:
     target.write_text(value, encoding="utf-8")
 
 
-@pytest.mark.field("B16")
+@pytest.mark.field("B16", "C05")
 @pytest.mark.parametrize(
     "name",
     [

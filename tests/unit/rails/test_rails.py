@@ -17,7 +17,7 @@ def checks(refusals: list[rails.Refusal]) -> set[str]:
     return {item.check for item in refusals}
 
 
-@pytest.mark.field("B03", "B04")
+@pytest.mark.field("B03", "B04", "C19")
 def test_one_cable_is_one_cage_with_two_halves_in_domain_order() -> None:
     cages = rails.cages_of(probe())
     assert [(cage.name, cage.state) for cage in cages] == [("p0", "up"), ("p1", "no_cable")]
@@ -43,7 +43,7 @@ def test_names_and_prefixes_do_not_decide() -> None:
     assert [half.netdev for half in rails.choose_halves(node)] == ["eth5", "eth6"]
 
 
-@pytest.mark.field("B02")
+@pytest.mark.field("B02", "C12")
 def test_no_cable_is_said_not_crashed() -> None:
     bare = {"net": {"lo": {}}, "rdma": {}, "hotplug": {"marker": True}}
     with pytest.raises(rails.RailError, match="marker set"):
@@ -52,7 +52,7 @@ def test_no_cable_is_said_not_crashed() -> None:
         rails.choose_halves(probe(cabled=()))
 
 
-@pytest.mark.field("B02")
+@pytest.mark.field("B02", "C09")
 def test_administratively_down_is_not_the_same_as_no_cable() -> None:
     node = probe(cabled=())
     for row in node["net"].values():
@@ -370,14 +370,14 @@ def rdma(table: list[dict]) -> dict:  # type: ignore[type-arg]
     return {"rocep1s0f0": {"gids": table}}
 
 
-@pytest.mark.field("B19", "B20")
+@pytest.mark.field("B19", "B20", "C08")
 @pytest.mark.parametrize("index", [3, 4, 5, 8])
 def test_gid_by_address_type_and_netdev(index: int) -> None:
     table = gids("enp1s0f0np0", "192.168.100.10", 2, index)
     assert rails.choose_gid(rdma(table), "rocep1s0f0", "enp1s0f0np0", "192.168.100.10").index == index
 
 
-@pytest.mark.field("B24")
+@pytest.mark.field("B24", "C08")
 def test_gid_with_an_extra_link_local_in_front() -> None:
     table = gids("enp1s0f0np0", "10.0.0.1", 4, 5)
     table += [{"index": 3, "gid": "fe80::dead", "type": "RoCE v2", "ipv4": None, "ndev": "enp1s0f0np0"}]
@@ -418,7 +418,7 @@ def test_gid_choice_never_takes_a_v1_or_foreign_slot(v1: int, v2: int, holes: se
     assert rails.choose_gid(rdma(table), "rocep1s0f0", "enp1s0f0np0", "10.0.0.1").index == v2
 
 
-@pytest.mark.field("B07", "B10")
+@pytest.mark.field("B07", "B10", "C11")
 def test_rendered_netplan_says_what_yaml_reads() -> None:
     text = rails.render_netplan(
         [("enp1s0f0np0", "10.77.0.1/30"), ("enP2p1s0f0np0", "10.77.1.1/30")], 9000, "networkd"
