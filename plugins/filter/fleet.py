@@ -22,19 +22,26 @@ SOURCES = ("playbooks", "inventory/example", "plugins/filter", "plugins/inventor
 
 
 @functools.cache
+def _texts(suffix: str) -> tuple[str, ...]:
+    """The sources of one kind that read or show variables of the fleet."""
+    return tuple(
+        path.read_text(encoding="utf-8")
+        for folder in SOURCES
+        for path in sorted((ROOT / folder).rglob(f"*{suffix}"))
+        if "collections" not in path.relative_to(ROOT).parts
+    )
+
+
+@functools.cache
 def known_names() -> frozenset[str]:
     """Every `sparkfleet_*` name that the collection itself reads or its example sets."""
-    files = [
-        path
-        for folder in SOURCES
-        for path in sorted((ROOT / folder).rglob("*"))
-        if "collections" not in path.relative_to(ROOT).parts
-    ]
-    texts = {
-        suffix: [p.read_text(encoding="utf-8") for p in files if p.suffix == suffix]
-        for suffix in (".yml", ".py")
-    }
-    return core.fleet_names(texts[".yml"], texts[".py"])
+    return core.fleet_names(_texts(".yml"), _texts(".py"))
+
+
+@functools.cache
+def known_truths() -> frozenset[str]:
+    """The variables of the fleet that are true or false."""
+    return core.truth_names(_texts(".yml"))
 
 
 @functools.cache
@@ -85,7 +92,9 @@ def collect(
 
 def value_refusals(values: Mapping[str, Any]) -> list[str]:
     """What is wrong with values and names of one host's variables, by sight: one sentence each."""
-    return core.value_refusals(values) + core.name_refusals(list(values), known_names(), role_options())
+    return core.value_refusals(values, known_truths()) + core.name_refusals(
+        list(values), known_names(), role_options()
+    )
 
 
 def inventory_refusals(hosts: Iterable[str], hostvars: Mapping[str, Any]) -> list[str]:

@@ -16,6 +16,7 @@ PREFIX = "sparkfleet_"
 _NAME = re.compile(r"\bsparkfleet_[a-z0-9_]*[a-z0-9]\b")
 #: In code a variable's name is a whole string; anything else is a package, a metric or words.
 _QUOTED = re.compile(r"""["'](sparkfleet_[a-z0-9_]*[a-z0-9])["']""")
+_TRUTH = re.compile(r"\b(sparkfleet_[a-z0-9_]*[a-z0-9])(?: \| default\([^()]*\))? \| bool\b")
 #: What a role states for others. No user sets it, and a second play of the same run sees it.
 _RESULT = "_result"
 #: How near the rest of an unknown name must be to that of a known one. A role's must be nearer: other software has
@@ -103,21 +104,22 @@ def file_refusals(name: str, path: str) -> list[str]:
     return []
 
 
-def value_refusals(values: Mapping[str, Any]) -> list[str]:
+def truth_names(yaml: Iterable[str]) -> frozenset[str]:
+    """The `sparkfleet_*` variables that these YAML sources read as true or false."""
+    return frozenset(name for text in yaml for name in _TRUTH.findall(text))
+
+
+def value_refusals(values: Mapping[str, Any], truths: Iterable[str]) -> list[str]:
     """What is wrong with values that several roles share, by sight: one sentence each. A word that is no truth value
-    would otherwise count as false, and change what every rank loads."""
+    would otherwise count as false, and change what every rank loads. ``truths``: of `truth_names`."""
     found = []
     for name, least, most in (("sparkfleet_context", 1, 1 << 24), ("sparkfleet_parallel", 1, 64)):
         text = str(values.get(name, "")).strip()
         # An absent or empty context is an unset pin, which preflight lists with the others.
         if text and not (text.isdigit() and least <= int(text) <= most):
             found.append(f"{name} is {text!r}, wanted a whole number from {least} to {most}")
-    for name, usual in (
-        ("sparkfleet_ablit", False),
-        ("sparkfleet_drafts", True),
-        ("sparkfleet_recalibrate", False),
-    ):
-        value = values.get(name, usual)
+    for name in sorted(truths):
+        value = values.get(name, True)
         if not isinstance(value, bool) and str(value).strip().lower() not in _TRUTHS:
             found.append(f"{name} is {value!r}, wanted true or false")
     placement = values.get("engram_placement", "local")

@@ -44,6 +44,8 @@ class Request:
     #: One of `budget.SITUATIONS`, or one a rank.
     situation: str | list[str] = "start"
     engram_bytes: int | None = None
+    #: Ranks whose nodes get a copy of the Engram tables of their own. None: all.
+    engram_ranks: list[int] | None = None
     vllm: budget.VllmRequest | None = None
     image_bytes: int = disk_budget.IMAGE_BYTES
     worker_checkpoint_bytes: int = 0
@@ -122,7 +124,7 @@ def make_plan(lock: ModelLock, request: Request) -> tuple[dict[str, Any], Split]
                 rank=rank,
                 world=request.world,
                 checkpoint_bytes=lock.total_bytes,
-                engram_bytes=engram,
+                engram_bytes=engram if request.engram_ranks is None or rank in request.engram_ranks else 0,
                 rank_file_bytes=sizes if scheme.rank_file else [0] * request.world,
                 image_bytes=request.image_bytes,
                 worker_checkpoint_bytes=request.worker_checkpoint_bytes,

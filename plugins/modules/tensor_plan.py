@@ -178,8 +178,15 @@ options:
     type: dict
     suboptions:
       directory:
-        description: Folder on the host.
+        description:
+          - Folder on the host with tables or shards that are used where they lie. The host itself then needs no room
+            for them.
         type: path
+      placement:
+        description: V(local) gives every rank a copy of its own, V(nfs) rank 0 alone.
+        type: str
+        choices: [local, nfs]
+        default: local
       names:
         description: Shards that hold the tables. Without them the index of the repository says which.
         type: list
@@ -477,6 +484,15 @@ def find_engram(params: dict[str, Any], sources: Sources) -> model_lock.EngramTa
         ) from None
 
 
+def engram_ranks(params: dict[str, Any]) -> list[int] | None:
+    """The ranks that get a copy of the Engram tables; None where no source is given."""
+    engram = params["engram"]
+    if not engram:
+        return None
+    holders = [0] if engram["placement"] == "nfs" else list(range(params["world"]))
+    return [rank for rank in holders if rank != 0 or not engram["directory"]]
+
+
 def find_rope_rows(params: dict[str, Any], sources: Sources) -> int | None:
     """Rows of the RoPE tables of the given kit. Raises PlanError for a kit that lacks them."""
     source = params["kit"]
@@ -583,6 +599,7 @@ def run(module: AnsibleModule) -> dict[str, Any]:
         rope_rows=rope_rows,
         situation=params["situation"][0] if len(params["situation"]) == 1 else params["situation"],
         engram_bytes=tables.total_bytes if tables else None,
+        engram_ranks=engram_ranks(params),
     )
     plan, _split = replica_plan.make_plan(lock, request)
     plan["warnings"] += told
@@ -642,7 +659,11 @@ def main() -> None:
         "token": {"type": "str", "no_log": True},
         "token_file": {"type": "path", "no_log": False},
     }
-    engram = {**source, "names": {"type": "list", "elements": "str", "default": []}}
+    engram = {
+        **source,
+        "placement": {"type": "str", "default": "local", "choices": ["local", "nfs"]},
+        "names": {"type": "list", "elements": "str", "default": []},
+    }
     kit_source = {**source, "folder": {"type": "str", "default": "kit"}}
     module = AnsibleModule(
         argument_spec={

@@ -41,6 +41,8 @@ def test_what_can_be_meant_passes(values: dict[str, object]) -> None:
         ("sparkfleet_parallel", 0),
         ("sparkfleet_drafts", "maybe"),
         ("sparkfleet_drafts", None),
+        ("sparkfleet_ablit", "perhaps"),
+        ("sparkfleet_recalibrate", "later"),
         ("engram_placement", "remote"),
         ("engram_placement", "nfs"),
     ],
@@ -108,6 +110,12 @@ def test_known_names_come_from_what_reads_them() -> None:
     assert {"sparkfleet_context", "sparkfleet_rank", "sparkfleet_rails", "sparkfleet_hosts"} <= known
     assert "sparkfleet_node" not in known, "the agent's package is no variable"
     assert not [name for name in known if "contxt" in name]
+    assert {"sparkfleet_drafts", "sparkfleet_ablit"} <= fleet.known_truths() < known
+
+
+def test_what_the_documents_name_is_known() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "roles").glob("*/README.md")]
+    assert core.fleet_names(page.read_text() for page in pages) - fleet.known_names() == set()
 
 
 def test_files_with_secrets_are_wanted_of_heads() -> None:
@@ -170,5 +178,7 @@ def test_the_profile_gives_the_plan_gate_and_reserve() -> None:
     profile = fleet.engine_profile("tensorfold_native")
     assert profile["memory"]["min_available_gib"]["value"] == 109
     assert profile["settings"]["memory_reserve_gib"]["default"] == 10
-    with pytest.raises(AnsibleFilterError, match=r"no engine profile ../x; wanted one of .*tensorfold_native"):
+    with pytest.raises(
+        AnsibleFilterError, match=r"no engine profile ../x; wanted one of .*tensorfold_native"
+    ):
         fleet.engine_profile("../x")

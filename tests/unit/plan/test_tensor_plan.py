@@ -189,6 +189,29 @@ def test_engram_source_gives_files_and_warns_of_other_rows(
     assert run(directory=str(checkpoint), engram={"repo": "own/m"})["refusal"]["fault"] == "bad-engram"
 
 
+@pytest.mark.parametrize(
+    ("where", "placement", "holders"),
+    [("hub", "local", [0, 1]), ("hub", "nfs", [0]), ("directory", "local", [1]), ("directory", "nfs", [])],
+)
+def test_the_disks_know_who_gets_the_engram_tables(  # noqa: PLR0917
+    run: Run, checkpoint: Path, tmp_path: Path, where: str, placement: str, holders: list[int]
+) -> None:
+    write_sparse(tmp_path / "e", {"e.safetensors": engram(1000)}, b"{}")
+    server = serve(tmp_path / "e")
+    hub = {"endpoint": server.address, "repo": "own/m", "revision": COMMIT, "directory": ""}
+    source = hub if where == "hub" else {**hub, "directory": str(tmp_path / "e")}
+    found = run(directory=str(checkpoint), engram={**source, "placement": placement})
+    server.shutdown()
+    size = found["engram"]["total_bytes"]
+    held = {
+        row["rank"]: item["first"]
+        for row in found["plan"]["disk"]
+        for item in row["components"]
+        if item["name"] == "engram tables"
+    }
+    assert held == dict.fromkeys(holders, size)
+
+
 def rope(folder: Path, rows: int, missing: str = "") -> Path:
     folder.mkdir(exist_ok=True)
     for name in kit.ROPE_TABLES:
