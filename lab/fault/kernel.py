@@ -6,7 +6,14 @@ from __future__ import annotations
 from . import Fault
 
 SAY = r"""
-[ -p /dev/kmsg ] || { mkfifo -m 600 /dev/kmsg && systemctl restart systemd-journald.service; }
+if ! [ -p /dev/kmsg ]; then
+  mkfifo -m 600 /dev/kmsg
+  # Whoever opens a FIFO for writing waits for a reader, and journald writes there before it reads: hold it open.
+  setsid sh -c 'exec 3<>/dev/kmsg; exec sleep infinity' < /dev/null > /dev/null 2>&1 &
+  echo $! > /run/lab/kmsg.pid
+  : > /dev/kmsg
+  systemctl restart systemd-journald.service
+fi
 seq=$(date +%s%N)
 up=$(awk '{ printf "%d", $1 * 1000000 }' /proc/uptime)
 printf '%s\n' "$1" | while IFS= read -r line; do
@@ -17,7 +24,8 @@ done
 """
 
 FORGET = """
-rm -f /dev/kmsg
+[ ! -e /run/lab/kmsg.pid ] || kill "$(cat /run/lab/kmsg.pid)"
+rm -f /dev/kmsg /run/lab/kmsg.pid
 systemctl stop systemd-journald.socket systemd-journald-dev-log.socket systemd-journald.service
 rm -rf /run/log/journal/* /var/log/journal/*
 systemctl start systemd-journald.service
