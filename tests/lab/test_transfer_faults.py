@@ -64,11 +64,9 @@ def pair() -> Iterator[list[Node]]:
         f"rm -rf {ROOT}; mkdir -p {ROOT}/source && cd {ROOT}/source && "
         f"for n in $(seq {FILES}); do head -c {EACH} /dev/urandom > $n.bin; done",
     )
-    for node in both:
-        node.write("/run/watch.py", WATCH)
     yield both
     for node in both:
-        node.run("sh", "-c", f"systemctl stop 'sparkfleet-share-lab-transfer*'; rm -rf {ROOT} /run/watch.py")
+        node.run("sh", "-c", f"systemctl stop 'sparkfleet-share-lab-transfer*'; rm -rf {ROOT}")
 
 
 @pytest.fixture(scope="module")
@@ -90,8 +88,8 @@ def copy(files: list[dict[str, Any]], *words: str, **variables: object) -> Run:
 
 def at(worker: Node, share: int, command: str) -> None:
     """Run ``command`` in ``worker`` once it holds ``share`` percent of the tree."""
-    worker.write("/run/watch.py", WATCH)
-    argv = ["python3", "/run/watch.py", f"{ROOT}/copies", str(TOTAL * share // 100), command]
+    worker.write(f"{ROOT}/watch.py", WATCH)
+    argv = ["python3", f"{ROOT}/watch.py", f"{ROOT}/copies", str(TOTAL * share // 100), command]
     worker.container.exec_run(argv, detach=True)
 
 
