@@ -14,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from .docker_api import DockerApi, DockerError, DockerNotFound
+from .endpoint import Activity
 from .host_io import Host, Refusal, text_diff, unit_state
 from .launch import LaunchError, LaunchInput, Member, Rail, build, nccl_warning, render
 from .probe.net import gid_table
 from .probe.reader import Reader
-from .rails import RailError, choose_gid, one_gid_index
+from .rank_report import local_endpoint
 from .rank_state import (
     BOOT_TEMPLATE,
     INSTALL_ID,
@@ -31,6 +32,7 @@ from .rank_state import (
     boot_note,
     boot_unit,
     container_view,
+    gid_now,
     install_id,
     key_path,
     launch_path,
@@ -132,23 +134,6 @@ def locate_rails(host: Host, rails: Sequence[Rail]) -> tuple[Rail, ...]:
         netdev, rdma = where.get(rail.ip, ("", ""))
         located.append(Rail(rail.address, rail.netdev or netdev, rail.rdma or rdma))
     return tuple(located)
-
-
-def gid_now(host: Host, launch: Mapping[str, Any]) -> int | None:
-    """The index that the agent would resolve now, or None when there is none."""
-    if not launch["gid"].get("wanted"):
-        return None
-    reader = Reader(root=str(host.root))
-    choices = []
-    try:
-        for rail in launch["rails"]:
-            hca = str(rail["rdma"])
-            rows = gid_table(reader, f"/sys/class/infiniband/{hca}/ports/1")
-            ip = str(rail["address"]).partition("/")[0]
-            choices.append(choose_gid({hca: {"gids": rows}}, hca, str(rail["netdev"]), ip))
-        return one_gid_index(choices)
-    except RailError:
-        return None
 
 
 def keyed_digest(key: str, secret: str) -> str:
@@ -551,6 +536,19 @@ class Node:
             except DockerNotFound:
                 pass
 
+    def cut_off(self, view: Mapping[str, Any]) -> str:
+        """What a stop of the head does to clients; the engine has no way to let them end."""
+        launch = read_json(self.host, launch_path(self.replica))
+        if launch is None or launch["ports"]["api"] is None or view["verdict"] != "running":
+            return ""
+        try:
+            seen = local_endpoint(self.host, launch, 3.0).activity(launch.get("health") or {})
+        except OSError:
+            return ""
+        if isinstance(seen, Activity) and seen.running:
+            return f"{seen.running} requests were running and are cut off"
+        return ""
+
     def stopped(self, check: bool) -> Json:
         """Stop this rank: gracefully, then hard; its agent saves the log. Nothing to stop is no error."""
         view = local_view(self.host, self.docker, self.replica)
@@ -566,6 +564,7 @@ class Node:
         if not live and container not in ("running", "stopped"):
             return {"changed": False, "verdict": view["verdict"]}
         diff = text_diff(f"unit {rank_unit(self.replica)}", f"{view['verdict']}\n", "stopped\n")
+        cut_off = "" if check else self.cut_off(view)
         if not check:
             self.halt(view)
             after = local_view(self.host, self.docker, self.replica)
@@ -578,7 +577,7 @@ class Node:
             "changed": True,
             "verdict": "stopped",
             "log": view["agent"].get("log", ""),
-            "warnings": [text for text in [str(view["agent"].get("log_warning") or "")] if text],
+            "warnings": [text for text in [cut_off, str(view["agent"].get("log_warning") or "")] if text],
             "message": view["agent"].get("message", ""),
             "diff": [diff],
         }

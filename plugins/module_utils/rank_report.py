@@ -16,10 +16,10 @@ from typing import Any
 from .docker_api import DockerApi, DockerError
 from .endpoint import PROMPT, Activity, Endpoint
 from .host_io import Host, Refusal, meminfo
-from .rank_install import gid_now
 from .rank_state import (
     RUN,
     agent_view,
+    gid_now,
     key_path,
     launch_path,
     local_view,

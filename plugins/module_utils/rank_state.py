@@ -16,6 +16,9 @@ from typing import Any
 
 from .docker_api import DockerApi, DockerError
 from .host_io import Host, Refusal, unit_state
+from .probe.net import gid_table
+from .probe.reader import Reader
+from .rails import RailError, choose_gid, one_gid_index
 
 Json = dict[str, Any]
 
@@ -81,6 +84,23 @@ def read_json(host: Host, path: str) -> Json | None:
     if not isinstance(value, dict):
         raise Refusal(f"{path} is damaged", type(value).__name__, "a JSON object", "run site.yml again")
     return value
+
+
+def gid_now(host: Host, launch: Mapping[str, Any]) -> int | None:
+    """The index that the agent would resolve now, or None when there is none."""
+    if not launch["gid"].get("wanted"):
+        return None
+    reader = Reader(root=str(host.root))
+    choices = []
+    try:
+        for rail in launch["rails"]:
+            hca = str(rail["rdma"])
+            rows = gid_table(reader, f"/sys/class/infiniband/{hca}/ports/1")
+            ip = str(rail["address"]).partition("/")[0]
+            choices.append(choose_gid({hca: {"gids": rows}}, hca, str(rail["netdev"]), ip))
+        return one_gid_index(choices)
+    except RailError:
+        return None
 
 
 def owned(labels: Mapping[str, Any] | None, replica: str, install: str) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -244,6 +246,30 @@ def test_started_and_stopped_are_idempotent(
     assert ensure(bare, api, params("stopped"), False)["changed"]
     assert docker.containers == {}
     assert not ensure(bare, api, params("stopped"), False)["changed"]
+
+
+@pytest.mark.parametrize(("running", "said"), [(3, ["3 requests were running and are cut off"]), (0, [])])
+def test_a_stop_says_what_it_cuts_off(
+    bare: TreeHost, api: DockerApi, docker: FakeDocker, running: int, said: list[str]
+) -> None:
+    class Health(BaseHTTPRequestHandler):
+        def log_message(self, *_args: Any) -> None:
+            pass
+
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps({"requests_running": running, "rounds_total": 1}).encode())
+
+    launch = deployed(bare, api)
+    docker.add(NAME, launch["container"]["labels"])
+    bare.unit("sparkfleet-rank@spark-a.service")["ActiveState"] = "active"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Health) as server:
+        threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+        launch["ports"]["api"] = server.server_address[1]
+        bare.write("/etc/sparkfleet/replicas/spark-a/launch.json", json.dumps(launch), 0o600)
+        assert ensure(bare, api, params("stopped"), False)["warnings"] == said
+        server.shutdown()
 
 
 def test_docker_that_does_not_answer_is_not_stopped(
