@@ -86,19 +86,17 @@ def ipv4_hex(address: str) -> str:
     return f"{parts[0]:02x}{parts[1]:02x}:{parts[2]:02x}{parts[3]:02x}"
 
 
-@pytest.fixture
-def node(tmp_path: Path) -> TreeHost:
-    """A healthy rank 0, ready to start."""
-    root = tmp_path / "root"
+def make_node(root: Path, rank: int = 0) -> TreeHost:
+    """A healthy node of the pair, ready to start its rank."""
     root.mkdir()
     host = TreeHost(root)
-    for hca, netdev, address in (
-        ("rocep1s0f0", "enp1s0f0np0", "10.77.0.1"),
-        ("roceP2p1s0f0", "enP2p1s0f0np0", "10.77.0.5"),
-    ):
-        add_gid(root, hca, 2, address, netdev, "IB/RoCE v1")
-        add_gid(root, hca, 3, address, netdev)
-        host.write(f"/sys/class/net/{netdev}/carrier", "1\n")
+    launch = launch_of(rank)
+    host.addresses = {row["netdev"]: row["address"].partition("/")[0] for row in launch["rails"]}
+    for row in launch["rails"]:
+        address = host.addresses[row["netdev"]]
+        add_gid(root, row["rdma"], 2, address, row["netdev"], "IB/RoCE v1")
+        add_gid(root, row["rdma"], 3, address, row["netdev"])
+        host.write(f"/sys/class/net/{row['netdev']}/carrier", "1\n")
     host.write(
         "/proc/meminfo",
         "MemTotal: 127535084 kB\nMemAvailable: 123760211 kB\nCmaTotal: 131072 kB\nCmaFree: 1 kB\n",
@@ -107,12 +105,17 @@ def node(tmp_path: Path) -> TreeHost:
     host.write("/proc/sys/kernel/random/boot_id", "boot-1\n")
     host.write("/etc/sparkfleet/install-id", INSTALL + "\n")
     (root / "dev/infiniband").mkdir(parents=True)
-    launch = launch_of(0)
     for mount in launch["container"]["mounts"]:
         (root / mount["source"].lstrip("/")).mkdir(parents=True, exist_ok=True)
     host.write("/var/lib/sparkfleet/rank_file_dir/" + launch["rank_file"]["name"], "1234")
     put_launch(host, launch)
     return host
+
+
+@pytest.fixture
+def node(tmp_path: Path) -> TreeHost:
+    """A healthy rank 0, ready to start."""
+    return make_node(tmp_path / "root")
 
 
 def launch_of(rank: int, **settings: Any) -> dict[str, Any]:
