@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,25 @@ from ansible.errors import AnsibleActionFail
 from ansible.plugins.action import ActionBase
 from ansible_collections.sparkfleet.serving.plugins.module_utils.image_identity import (
     ImageError,
+    Recipe,
     context_tar,
     make_recipe,
     reference,
 )
 from ansible_collections.sparkfleet.serving.plugins.plugin_utils.watch import WatchedAction
+
+#: Processors of a build when the task names none, as in the module.
+JOBS = 8
+
+
+def with_jobs(recipe: Recipe, jobs: int) -> dict[str, str]:
+    """Build arguments with the number of jobs, where the Dockerfile has such an argument and nobody set it.
+
+    Added after the content hash was computed: how many jobs built an image is no part of what it is.
+    """
+    text = next(entry.data for entry in recipe.entries if entry.name == recipe.dockerfile)
+    wanted = bool(jobs) and re.search(rb"^\s*ARG\s+JOBS\b", text, re.M | re.I)
+    return {**({"JOBS": str(jobs)} if wanted else {}), **recipe.build_args}
 
 
 class ActionModule(WatchedAction):
@@ -47,6 +62,7 @@ class ActionModule(WatchedAction):
             except ImageError as exc:
                 raise AnsibleActionFail(str(exc)) from exc
             tar = context_tar(recipe)
+            args["build_args"] = with_jobs(recipe, int(args.get("jobs", JOBS)))
         building = args.get("state") == "built" and not self._task.check_mode
         if building and not tar:
             raise AnsibleActionFail("state built needs the build context on the controller (context)")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ipaddress
+import socket
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -54,6 +55,21 @@ def transfer_listen(
     return [{"address": address, "clients": sorted(clients)} for address, clients in sorted(found.items())]
 
 
+def host_address(variables: Mapping[str, Any]) -> str:
+    """The IP address by which Ansible reaches a host, from its variables; a name is resolved on the controller."""
+    name = str(variables.get("ansible_host") or variables["inventory_hostname"])
+    try:
+        found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)[0][4][0]
+    except OSError as exc:
+        raise AnsibleFilterError(f"{name} has no address on the controller: {exc}") from exc
+    if ipaddress.ip_address(found).is_loopback:
+        raise AnsibleFilterError(
+            f"{name} is {found} on the controller, which no other node reaches; set image_builder_address, or "
+            "ansible_host of that host"
+        )
+    return str(found)
+
+
 def members_where(
     members: Sequence[Mapping[str, Any]],
     hostvars: Mapping[str, Any],
@@ -87,4 +103,5 @@ class FilterModule:
             "transfer_listen": transfer_listen,
             "members_where": members_where,
             "prune_line": prune_line,
+            "host_address": host_address,
         }

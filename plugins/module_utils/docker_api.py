@@ -436,12 +436,16 @@ class DockerApi:
         pull: bool = False,
         no_cache: bool = False,
         network: str = "",
+        memory: int = 0,
+        cpus: int = 0,
         on_line: Callable[[str], None] | None = None,
         timeout: float = 3600.0,
     ) -> str:
         """Build with the classic builder (part of every daemon, no plugin) and return the image id.
 
         :param context: a tar of the build context: bytes, a binary file, or an iterable of bytes.
+        :param memory: bytes that one step may take, without swap; 0 for no limit.
+        :param cpus: processors that one step may use; 0 for no limit.
         :param timeout: seconds of silence that are allowed between two progress lines.
         :raises DockerStreamError: a step failed; ``.lines`` holds the end of the build's output.
         """
@@ -456,6 +460,10 @@ class DockerApi:
         }
         optional = {"target": target, "platform": platform, "networkmode": network}
         plain.update({key: value for key, value in optional.items() if value})
+        if memory:
+            plain.update(memory=memory, memswap=memory)
+        if cpus:
+            plain.update(cpuperiod=100_000, cpuquota=100_000 * cpus)
         if pull:
             plain["pull"] = "1"
         if no_cache:

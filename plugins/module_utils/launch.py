@@ -86,6 +86,19 @@ _ARGV: Json = {
         },
     },
 }
+#: How the engine's own argument parser ends: exit codes, and texts in its output (module_utils/argv_check.py).
+_PARSER: Json = {
+    "type": "object",
+    "additionalProperties": False,
+    "required": ["refused", "source"],
+    "properties": {
+        "refused": {"type": "integer"},
+        "refusal": {"type": "string"},
+        "accepted": {"type": "integer"},
+        "says": {"type": "string"},
+        "source": {"type": "string"},
+    },
+}
 _WAVES: Json = {
     "type": "array",
     "items": {"type": "array", "items": {"type": "string", "enum": ["head", "workers"]}},
@@ -130,6 +143,11 @@ PROFILE_SCHEMA: Json = {
             "properties": {
                 "binaries": {"type": "array", "items": {"type": "string"}},
                 "entrypoint": {"type": "array", "items": {"type": "string"}},
+                "parser": {
+                    "type": "object",
+                    "additionalProperties": False,
+                    "properties": {"head": _PARSER, "workers": _PARSER},
+                },
             },
         },
         "container": {

@@ -13,10 +13,11 @@ import uuid
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .argv_check import try_command
 from .docker_api import DockerApi, DockerError, DockerNotFound
 from .endpoint import Activity
 from .host_io import Host, Refusal, text_diff, unit_state
-from .launch import LaunchError, LaunchInput, Member, Rail, build, nccl_warning, render
+from .launch import LaunchError, LaunchInput, Member, Rail, build, nccl_warning, render, role_of
 from .probe.net import gid_table
 from .probe.reader import Reader
 from .rank_report import local_endpoint
@@ -382,6 +383,17 @@ class Node:
         text = nccl_warning(rule, image, (found.get("Config") or {}).get("Labels") or {})
         return [text] if text else []
 
+    def tried(self) -> Json:
+        """Ask the engine's own parser about the planned command; starts nothing that is left."""
+        self.identify()
+        launch = self.wanted()
+        role = role_of(int(launch["rank"]))
+        parser = ((self.params["engine"].get("image") or {}).get("parser") or {}).get(role)
+        if not parser:
+            return {"changed": False, "parser": {"verdict": "not asked", "said": ""}}
+        found = try_command(self.docker, launch, gid_now(self.host, launch), parser)
+        return {"changed": False, "parser": found}
+
     def look(self, launch: Mapping[str, Any]) -> Json:
         return container_view(self.docker, str(launch["container"]["name"]), self.replica, self.install)
 
@@ -619,6 +631,8 @@ def ensure(host: Host, docker: DockerApi, params: Mapping[str, Any], check: bool
     try:
         if state == "planned":
             return node.planned()
+        if state == "tried":
+            return node.tried()
         if state == "present":
             return node.present(check)
         if state == "started":

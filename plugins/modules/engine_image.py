@@ -9,7 +9,7 @@ module: engine_image
 short_description: An engine image with the same content on every node
 description:
   - Names an image by the hash of what it is built from, builds it when nobody has it, and moves it between
-    nodes over the fabric.
+    nodes over the fabric, where only those layers move that the receiver lacks.
   - Images are compared by that hash (tag and label C(sparkfleet.content)) and by their RootFS layers, never
     by C(.Id), which differs between image stores.
   - The build context lives on the controller. It is read there, and sent only when something is built.
@@ -22,10 +22,11 @@ options:
       - V(built) builds the image here when it is absent.
       - V(exported) lays the image down as files for the other nodes (a passing state, never a change).
       - V(imported) brings it from a node that exported it.
-      - V(pulled) pulls O(reference), which then names a digest.
+      - V(pulled) pulls O(reference) when that names a digest, else O(prebuilt), which must have O(content).
       - V(cleaned) removes what an export laid down.
+      - V(removed) removes images of our own that no release here needs.
     type: str
-    choices: [inspected, built, exported, imported, pulled, cleaned]
+    choices: [inspected, built, exported, imported, pulled, cleaned, removed]
     default: inspected
   context:
     description: Directory of the build context on the controller.
@@ -36,7 +37,7 @@ options:
     type: str
     default: Dockerfile
   build_args:
-    description: Build arguments. C(BASE_IMAGE) is set from O(base).
+    description: Build arguments. C(BASE_IMAGE) is set from O(base), C(JOBS) from O(jobs) where the Dockerfile has it.
     type: dict
     default: {}
   base:
@@ -68,6 +69,10 @@ options:
     description: Name and tag, or name and digest with V(pulled). Computed when O(context) is given.
     type: str
     default: ""
+  prebuilt:
+    description: Name and digest of an image that somebody built from the same recipe, for V(pulled).
+    type: str
+    default: ""
   context_tar:
     description: The context on the node, put there by the action plugin.
     type: path
@@ -76,6 +81,14 @@ options:
     description: Network mode of the build, the engine's default when empty.
     type: str
     default: ""
+  memory_bytes:
+    description: Memory that one step of a build may take, without swap; 0 sets no limit. Not part of the content.
+    type: int
+    default: 34359738368
+  jobs:
+    description: Processors that one step of a build may use; 0 sets no limit. Not part of the content.
+    type: int
+    default: 8
   allow_outage:
     description: Build although ranks run here.
     type: bool
@@ -89,11 +102,15 @@ options:
     description: Layers digest that an imported image must have.
     type: str
     default: ""
-  members:
-    description: What the export laid down, from its result.
+  holdings:
+    description: What the receivers of an export have of images, from RV(holding) of each.
     type: list
     elements: dict
     default: []
+  laid:
+    description: What the export laid down, from its result RV(laid).
+    type: dict
+    default: {}
   source:
     description: C(address), C(port) and C(folder) of the share.
     type: dict
@@ -158,20 +175,41 @@ serving:
   type: list
   elements: str
   returned: always
-members:
-  description: Files of an export.
+outage:
+  description: What a build here costs those who are served; empty when no rank runs here.
+  type: str
+  returned: always
+own:
+  description:
+    - Images of ours on this node, each with C(reference), C(content), C(size) and C(kept), the reasons why it stays.
+    - An empty C(kept) means that no release here needs it.
   type: list
   elements: dict
+  returned: always
+old:
+  description: References of images of ours that no release here needs.
+  type: list
+  elements: str
+  returned: always
+holding:
+  description: What this node has of images, for O(holdings).
+  type: dict
+  returned: with state inspected, when the image is absent
+laid:
+  description: Configuration and layers of an export.
+  type: dict
   returned: with state exported
+brought_bytes:
+  description: Bytes that came over the fabric.
+  type: int
+  returned: with state imported
 """
 
 import contextlib
-import hashlib
 import os
-import shutil
 import tarfile
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -181,31 +219,21 @@ from ..module_utils.docker_api import (
     DockerError,
     DockerNotFound,
     DockerStreamError,
-    Stream,
 )
-from ..module_utils.fabric_copy import SizeWatch, parse_source, pull, runner
+from ..module_utils.fabric_copy import parse_source
+from ..module_utils.host_io import Host, Refusal
+from ..module_utils.image_archive import parse_holding, parse_laid
 from ..module_utils.image_identity import (
     CONTENT_LABEL,
     ImageError,
-    Member,
     architecture,
     layers_digest,
-    member_tar,
-    parse_members,
+    outage,
     refuse_architecture,
 )
-from ..module_utils.tree import (
-    Progress,
-    TreeError,
-    exclusive,
-    inspect,
-    parse_files,
-    proof_path,
-    prove,
-    read_proof,
-    refuse_space,
-    write_proof,
-)
+from ..module_utils.image_keep import Own, judge, own_images, releases
+from ..module_utils.image_move import bring, clean, docker_root, export, holding, stage_dir
+from ..module_utils.tree import Progress, TreeError, refuse_space
 from ..module_utils.weights_module import (
     DOCKER_ARGS,
     HELPER_LABEL,
@@ -213,12 +241,15 @@ from ..module_utils.weights_module import (
     TRANSFER_ARGS,
     entry,
     lock_dir,
-    need_tool,
-    own_parents,
     refusal,
 )
 
 Result = dict[str, Any]
+
+
+def label_of(image: dict[str, Any]) -> str:
+    """The content label of an image."""
+    return str(((image.get("Config") or {}).get("Labels") or {}).get(CONTENT_LABEL, ""))
 
 
 def inspect_node(api: DockerApi, params: dict[str, Any], check_mode: bool) -> Result:
@@ -232,18 +263,29 @@ def inspect_node(api: DockerApi, params: dict[str, Any], check_mode: bool) -> Re
         "node_architecture": architecture(os.uname().machine),
         "size": 0,
         "serving": [],
+        "outage": "",
+        "own": [],
+        "old": [],
     }
     if check_mode and not Path(params["docker_socket"]).exists():
         return found  # a bare node: Docker comes with a role that has only been predicted so far
+    found["node_architecture"] = architecture(str(api.version().get("Arch", "")))
+    ranks = api.container_list(labels=["sparkfleet.replica"], all_states=False)
+    found["serving"] = sorted(str(one["Names"][0]).lstrip("/") for one in ranks)
+    found["outage"] = outage(
+        os.uname().nodename,
+        found["serving"],
+        sorted({str(one["Labels"]["sparkfleet.replica"]) for one in ranks}),
+    )
+    kept = keeping(api, params)
+    found["own"] = [one.as_dict() for one in kept]
+    found["old"] = [one.reference for one in kept if not one.kept]
     try:
-        found["node_architecture"] = architecture(str(api.version().get("Arch", "")))
-        ranks = api.container_list(labels=["sparkfleet.replica"], all_states=False)
-        found["serving"] = sorted(str(one["Names"][0]).lstrip("/") for one in ranks)
         image = api.image_inspect(params["reference"])
     except DockerNotFound:
         return found
     refuse_architecture(params["reference"], str(image.get("Architecture", "")), found["node_architecture"])
-    label = ((image.get("Config") or {}).get("Labels") or {}).get(CONTENT_LABEL, "")
+    label = label_of(image)
     if params["content"] and "@" not in params["reference"] and label != params["content"]:
         raise ImageError(
             f"{params['reference']} exists here, but its label {CONTENT_LABEL} says {label or 'nothing'} "
@@ -260,10 +302,15 @@ def inspect_node(api: DockerApi, params: dict[str, Any], check_mode: bool) -> Re
     return found
 
 
-def docker_space(api: DockerApi, params: dict[str, Any], what: str) -> None:
-    """Refuse when Docker's own filesystem is too small for the image."""
-    root = Path(str(api.info().get("DockerRootDir") or "/var/lib/docker"))
-    refuse_space(root, 1, params["reserve_bytes"], what)
+def keeping(api: DockerApi, params: dict[str, Any]) -> list[Own]:
+    """Images of ours on this node and why each of them stays."""
+    needed = releases(Host(), str(Path(params["data_dir"]) / "releases"))
+    if params["content"]:
+        needed.setdefault(params["content"], []).append("this run")
+    users: dict[str, list[str]] = {}
+    for one in api.container_list():
+        users.setdefault(str(one.get("ImageID")), []).append(str(one["Names"][0]).lstrip("/"))
+    return judge(own_images(api.image_list(label=CONTENT_LABEL)), needed, users)
 
 
 def smoke(api: DockerApi, image: str, tests: list[dict[str, Any]]) -> None:
@@ -283,14 +330,16 @@ def smoke(api: DockerApi, image: str, tests: list[dict[str, Any]]) -> None:
             code, out, err = api.run(name, spec, timeout=120)
         except DockerApiError as exc:
             raise ImageError(f"{argv[0]} cannot be started in the image: {exc.message}") from exc
+        text = (err or out).decode("utf-8", "replace").strip()
         if code != wanted:
-            text = (err or out).decode("utf-8", "replace").strip()[-300:]
-            raise ImageError(f"'{' '.join(argv)}' in the image ended with {code} instead of {wanted}: {text}")
+            raise ImageError(
+                f"'{' '.join(argv)}' in the image ended with {code} instead of {wanted}: {text[-300:]}"
+            )
 
 
 def build(api: DockerApi, params: dict[str, Any], progress: Progress) -> None:
     """Build under a passing tag, try it, then give it its name: a broken image never carries it."""
-    docker_space(api, params, f"building {params['reference']}")
+    refuse_space(docker_root(api.info()), 1, params["reserve_bytes"], f"building {params['reference']}")
     passing = f"{params['name']}:building-{params['content'][:12]}"
     args = {str(key): str(value) for key, value in params["build_args"].items()}
     args["BASE_IMAGE"] = params["base"]
@@ -304,11 +353,19 @@ def build(api: DockerApi, params: dict[str, Any], progress: Progress) -> None:
                 labels={CONTENT_LABEL: params["content"]},
                 target=params["target"],
                 network=params["network"],
+                memory=params["memory_bytes"],
+                cpus=params["jobs"],
                 on_line=progress.line,
             )
     except DockerStreamError as exc:
+        killed = (
+            f" (137: killed, as when a step takes more than memory_bytes, {params['memory_bytes']})"
+            if "non-zero code: 137" in str(exc)
+            else ""
+        )
         raise ImageError(
-            f"the build of {params['reference']} failed: {exc}. Last output: " + " | ".join(exc.lines[-12:])
+            f"the build of {params['reference']} failed: {exc}{killed}. Last output: "
+            + " | ".join(exc.lines[-12:])
         ) from exc
     try:
         smoke(api, passing, params["smoke"])
@@ -318,113 +375,39 @@ def build(api: DockerApi, params: dict[str, Any], progress: Progress) -> None:
             api.image_remove(passing)
 
 
-class _Reader:
-    """A Docker stream as the file that tarfile reads from."""
-
-    def __init__(self, stream: Stream) -> None:
-        self._stream = stream
-
-    def read(self, size: int = -1) -> bytes:
-        """Up to ``size`` bytes."""
-        return self._stream.read(size if size > 0 else 1 << 20)
-
-
-def stage_dir(params: dict[str, Any]) -> Path:
-    """Where an image lies as files while it moves."""
-    return Path(params["data_dir"]) / "transfer" / f"image-{params['content'][:12]}"
-
-
-def export(api: DockerApi, params: dict[str, Any], size: int, progress: Progress) -> list[Member]:
-    """Lay the image down as files, hashed while they are written."""
-    root = stage_dir(params)
-    refuse_space(root, size, 1_000_000_000, f"exporting {params['reference']}")
-    own_parents(root)
-    members: list[Member] = []
-    platform = f"linux/{architecture(os.uname().machine)}"
-    with (
-        api.image_save([params["reference"]], platform=platform) as stream,
-        tarfile.open(fileobj=cast("IO[bytes]", _Reader(stream)), mode="r|") as tar,
-    ):
-        for info in tar:
-            name = info.name.strip("/")
-            if name in ("", "."):
-                continue
-            parse_members([{"name": name, "kind": "file"}])
-            path = root / name
-            if info.isdir():
-                path.mkdir(parents=True, exist_ok=True)
-                members.append(Member(name, "dir"))
-            elif info.issym() or info.islnk():
-                members.append(Member(name, "link", link=info.linkname))
-            elif info.isfile():
-                source = tar.extractfile(info)
-                if source is None:
-                    raise ImageError(f"the saved image has an unreadable member {name}")
-                path.parent.mkdir(parents=True, exist_ok=True)
-                digest = hashlib.sha256()
-                with path.open("wb") as out:
-                    while True:
-                        data = source.read(1 << 20)
-                        if not data:
-                            break
-                        digest.update(data)
-                        out.write(data)
-                        progress.add(len(data))
-                members.append(Member(name, "file", info.size, digest.hexdigest()))
-            else:
-                raise ImageError(f"the saved image holds {name}, which is neither file, directory nor link")
-    for folder, _names, files in os.walk(root):
-        Path(folder).chmod(0o755)
-        for name in files:
-            (Path(folder) / name).chmod(0o644)
-    return members
-
-
-def bring(api: DockerApi, params: dict[str, Any], progress: Progress) -> None:
-    """Copy an exported image, prove its files, load it."""
-    members = parse_members(params["members"])
-    files = parse_files(
-        [
-            {"name": item.name, "size": item.size, "sha256": item.sha256}
-            for item in members
-            if item.kind == "file"
-        ]
-    )
-    docker_space(api, params, f"loading {params['reference']}")
-    root = stage_dir(params)
-    total = sum(item.size for item in files)
-    own_parents(root)
-    own_parents(lock_dir(params["data_dir"]))
-    proof = read_proof(proof_path(root))
-    with exclusive(lock_dir(params["data_dir"]) / root.name, params["reference"]) as handle:
-        report = prove(root, inspect(root, files, proof), proof, params["parallel"])
-        refuse_space(root, report.needed_bytes, 1_000_000_000, f"receiving {params['reference']}")
-        progress.step("copy of the image", report.needed_bytes)
-        try:
-            with SizeWatch(root, total - report.needed_bytes, progress.set):
-                pull(
-                    need_tool("rsync", "rsync"),
-                    parse_source(params["source"]),
-                    root,
-                    report.needed,
-                    proof,
-                    run=runner(handle),
-                    parallel=params["parallel"],
+def fetch(api: DockerApi, params: dict[str, Any], node: str, progress: Progress) -> None:
+    """Pull by digest; what is not what it should be does not stay."""
+    wanted = params["prebuilt"] or params["reference"]
+    refuse_space(docker_root(api.info()), 1, params["reserve_bytes"], f"pulling {wanted}")
+    try:
+        api.image_inspect(wanted)
+        had = True
+    except DockerNotFound:
+        had = False
+    try:
+        api.image_pull(wanted, platform=f"linux/{node}", on_line=progress.line)
+    except (DockerStreamError, DockerApiError) as exc:
+        raise ImageError(
+            f"{wanted} cannot be pulled: {exc}. The registry lacks it or a layer of it, gives other bytes than the "
+            f"digest names, or has none for linux/{node}; correct the registry or the digest"
+        ) from exc
+    try:
+        image = api.image_inspect(wanted)
+        refuse_architecture(wanted, str(image.get("Architecture", "")), node)
+        if params["prebuilt"]:
+            if label_of(image) != params["content"]:
+                raise ImageError(
+                    f"{wanted} has the label {CONTENT_LABEL} {label_of(image) or 'not at all'}, wanted "
+                    f"{params['content']}: it was built from another recipe. Name the digest of one that was built "
+                    "from this one, or let it be built"
                 )
-        finally:
-            write_proof(proof_path(root), proof)
-        progress.step("load of the image", total)
-        api.image_load(member_tar(root, members), on_line=progress.line)
-
-
-def clean(params: dict[str, Any]) -> None:
-    """Remove what an export or import laid down."""
-    root = stage_dir(params)
-    shutil.rmtree(root, ignore_errors=True)
-    with contextlib.suppress(OSError):
-        proof_path(root).unlink()
-    with contextlib.suppress(OSError):
-        root.parent.rmdir()  # the place of passing things, when this was the last
+            smoke(api, wanted, params["smoke"])
+            api.image_tag(wanted, params["name"], params["content"][:12])
+    except ImageError:
+        if not had:
+            with contextlib.suppress(DockerError):
+                api.image_remove(wanted)
+        raise
 
 
 def spec() -> dict[str, Any]:
@@ -435,7 +418,7 @@ def spec() -> dict[str, Any]:
         **DOCKER_ARGS,
         "state": {
             "type": "str",
-            "choices": ["inspected", "built", "exported", "imported", "pulled", "cleaned"],
+            "choices": ["inspected", "built", "exported", "imported", "pulled", "cleaned", "removed"],
             "default": "inspected",
         },
         "context": {"type": "str", "default": ""},
@@ -448,46 +431,97 @@ def spec() -> dict[str, Any]:
         "name": {"type": "str", "default": ""},
         "content": {"type": "str", "default": ""},
         "reference": {"type": "str", "default": ""},
+        "prebuilt": {"type": "str", "default": ""},
         "context_tar": {"type": "path", "default": ""},
         "network": {"type": "str", "default": ""},
+        "memory_bytes": {"type": "int", "default": 34_359_738_368},
+        "jobs": {"type": "int", "default": 8},
         "allow_outage": {"type": "bool", "default": False},
         "smoke": {"type": "list", "elements": "dict", "default": []},
         "expected_layers": {"type": "str", "default": ""},
-        "members": {"type": "list", "elements": "dict", "default": []},
+        "holdings": {"type": "list", "elements": "dict", "default": []},
+        "laid": {"type": "dict", "default": {}},
         "source": {"type": "dict", "default": {}},
         "reserve_bytes": {"type": "int", "default": 35_000_000_000},
     }
 
 
+def receive(api: DockerApi, params: dict[str, Any], progress: Progress) -> int:
+    """Bring the image from the node that laid it down."""
+    return bring(
+        api,
+        params["reference"],
+        stage_dir(params["data_dir"], params["content"]),
+        laid=parse_laid(params["laid"]),
+        mine=holding(api),
+        source=parse_source(params["source"]),
+        data_dir=params["data_dir"],
+        reserve_bytes=params["reserve_bytes"],
+        parallel=params["parallel"],
+        progress=progress,
+    )
+
+
 def apply(api: DockerApi, params: dict[str, Any], before: Result, progress: Progress) -> Result:
     """Do what the state asks on a node that lacks the image; returns more result fields."""
     state = params["state"]
+    more: Result = {}
     if state == "built":
         build(api, params, progress)
     elif state == "imported":
-        bring(api, params, progress)
+        more["brought_bytes"] = receive(api, params, progress)
     elif state == "pulled":
-        docker_space(api, params, f"pulling {params['reference']}")
-        platform = f"linux/{before['node_architecture']}"
-        api.image_pull(params["reference"], platform=platform, on_line=progress.line)
+        fetch(api, params, before["node_architecture"], progress)
     after = inspect_node(api, params, False)
     if not after["present"]:
         raise ImageError(f"{params['reference']} is still absent after it was {state}")
-    if params["expected_layers"] and after["layers_digest"] != params["expected_layers"]:
-        raise ImageError(
-            f"{params['reference']} has layers {after['layers_digest'][:12]} here and "
-            f"{params['expected_layers'][:12]} on the node that has it: the ranks would not run the same "
-            "thing. "
-            "Remove the image here and run again"
-        )
+    refuse_other_layers(params, after)
     if state == "imported":
-        clean(params)
-    return after
+        clean(stage_dir(params["data_dir"], params["content"]))
+    return {**after, **more}
+
+
+def refuse_other_layers(params: dict[str, Any], found: Result) -> None:
+    """Refuse an image whose layers are not those of the node that has it."""
+    if found["present"] and params["expected_layers"] not in ("", found["layers_digest"]):
+        raise ImageError(
+            f"{params['reference']} has layers {found['layers_digest'][:12]} here and "
+            f"{params['expected_layers'][:12]} on the node that has it: the ranks would not run the same "
+            "thing. Remove the image here and run again"
+        )
+
+
+def lay(api: DockerApi, params: dict[str, Any], before: Result, progress: Progress) -> dict[str, Any]:
+    """Lay down what any of the receivers lacks."""
+    if not before["present"]:
+        raise ImageError(f"{params['reference']} is not here, so it cannot be exported")
+    layers = (api.image_inspect(params["reference"]).get("RootFS") or {}).get("Layers") or []
+    receivers = [parse_holding(item) for item in params["holdings"]]
+    needed = sorted({one for receiver in receivers for one in receiver.lacks(layers)})
+    progress.step("export of the image", before["size"])
+    root = stage_dir(params["data_dir"], params["content"])
+    return export(
+        api, params["reference"], root, size=before["size"], needed=needed, progress=progress
+    ).as_dict()
+
+
+def remove_old(api: DockerApi, images: list[Own]) -> None:
+    """Remove images of ours that nobody needs, by the name that we gave them and the digest that they came by."""
+    for one in images:
+        for name in () if one.kept else (one.reference, *one.digests):
+            try:
+                api.image_remove(name)
+            except DockerNotFound:
+                continue
+            except DockerApiError as exc:
+                raise ImageError(f"{name} cannot be removed: {exc.message}") from exc
 
 
 def announced(api: DockerApi, params: dict[str, Any], check_mode: bool) -> list[dict[str, str]]:
     """What a build, import or pull will have changed on this node."""
     found = [entry(f"image {params['reference']}", "", f"{params['state']}\n")]
+    if params["prebuilt"]:
+        found.append(entry(f"image {params['prebuilt']}", "", "the same under its digest\n"))
     if params["state"] == "built":
         bare = check_mode and not Path(params["docker_socket"]).exists()
         try:
@@ -496,7 +530,7 @@ def announced(api: DockerApi, params: dict[str, Any], check_mode: bool) -> list[
             api.image_inspect(params["base"])
         except DockerNotFound:
             found.append(entry(f"image {params['base']}", "", "base of the build\n"))
-    lock = lock_dir(params["data_dir"]) / stage_dir(params).name
+    lock = lock_dir(params["data_dir"]) / stage_dir(params["data_dir"], params["content"]).name
     if params["state"] == "imported" and not lock.exists():
         found.append(entry(str(lock)))
     return found
@@ -508,45 +542,46 @@ def main() -> None:
     params = module.params
     if not params["content"] and "@sha256:" in params["reference"]:
         params["content"] = params["reference"].partition("@sha256:")[2]  # what a digest names is its content
+    state = params["state"]
     api = DockerApi(params["docker_socket"])
-    progress = Progress(
-        Path(params["progress_file"]) if params["progress_file"] else None, params["state"], 0
-    )
+    progress = Progress(Path(params["progress_file"]) if params["progress_file"] else None, state, 0)
     result: Result = {}
     changed = False
     diff: list[dict[str, str]] = []
     try:
         if not params["reference"]:
             raise ImageError("no reference was given, and no context from which the action plugin makes one")
-        if params["state"] == "cleaned":
+        if state == "cleaned":
             if not module.check_mode:
-                clean(params)
-        else:
-            before = result = inspect_node(api, params, module.check_mode)
-            changed = params["state"] in ("built", "imported", "pulled") and not before["present"]
-            if changed and params["state"] == "built" and before["serving"] and not params["allow_outage"]:
+                clean(stage_dir(params["data_dir"], params["content"]))
+            module.exit_json(changed=False)
+        before = result = inspect_node(api, params, module.check_mode)
+        changed = state in ("built", "imported", "pulled") and not before["present"]
+        if changed and state == "built" and before["outage"]:
+            if not params["allow_outage"]:
                 raise ImageError(
-                    f"{', '.join(before['serving'])} run here, and a build takes memory that they need. Name "
-                    "another "
-                    "builder by image_builder, or accept the outage by image_allow_outage"
+                    f"{before['outage']} Name another builder by image_builder, a prebuilt image by "
+                    "image_prebuilt, or accept the outage by image_allow_outage"
                 )
-            if changed:
-                diff = announced(api, params, module.check_mode)
+            module.warn(before["outage"])
+        if changed:
+            diff = announced(api, params, module.check_mode)
+        if changed and not module.check_mode:
+            result = apply(api, params, before, progress)
+        if state == "inspected" and not before["present"] and Path(params["docker_socket"]).exists():
+            result["holding"] = holding(api).as_dict()
+        if state == "exported" and not module.check_mode:
+            result["laid"] = lay(api, params, before, progress)
+        if state == "removed":
+            changed = bool(before["old"])
+            diff = [entry(f"image {name}", "ours, needed by no release here\n", "") for name in before["old"]]
             if changed and not module.check_mode:
-                result = apply(api, params, before, progress)
-            if params["state"] == "exported" and not module.check_mode:
-                if not before["present"]:
-                    raise ImageError(f"{params['reference']} is not here, so it cannot be exported")
-                progress.step("export of the image", before["size"])
-                result["members"] = [item.as_dict() for item in export(api, params, before["size"], progress)]
-            if before["present"] and params["expected_layers"] not in ("", before["layers_digest"]):
-                raise ImageError(
-                    f"{params['reference']} has layers {before['layers_digest'][:12]} here and "
-                    f"{params['expected_layers'][:12]} on the node that built it. Remove the image here and "
-                    "run again"
-                )
+                remove_old(api, keeping(api, params))
+        refuse_other_layers(params, before)
     except (ImageError, TreeError, DockerError, OSError, tarfile.TarError) as exc:
         refusal(module, exc)
+    except Refusal as exc:
+        module.fail_json(**exc.as_failure())
     finally:
         progress.close()
     if changed:

@@ -18,11 +18,13 @@ options:
   state:
     description:
       - V(planned) reads and compares and never changes anything.
+      - V(tried) lets the engine's own argument parser read the planned command, in a container without network, and
+        refuses a command that it does not take.
       - V(present) writes what differs, and starts and stops no rank.
       - V(started) starts the unit and waits until the container runs. V(stopped) stops it; the log is saved.
       - V(absent) stops it and removes what belongs to the replica.
     type: str
-    choices: [planned, present, started, stopped, absent]
+    choices: [planned, tried, present, started, stopped, absent]
     default: present
   replica:
     description: Name of the replica.
@@ -208,6 +210,10 @@ gid_now:
   description: GID index that a start would use now.
   returned: state is planned
   type: int
+parser:
+  description: C(verdict) (accepted, unclear or not asked) and what the engine C(said) of the planned command.
+  returned: state is tried
+  type: dict
 command:
   description: The rank as the docker run that it amounts to.
   returned: state is planned or present
@@ -230,7 +236,7 @@ def main() -> None:
         argument_spec={
             "state": {
                 "type": "str",
-                "choices": ["planned", "present", "started", "stopped", "absent"],
+                "choices": ["planned", "tried", "present", "started", "stopped", "absent"],
                 "default": "present",
             },
             "replica": {"type": "str", "required": True},
@@ -266,6 +272,7 @@ def main() -> None:
         },
         required_if=[
             ("state", "planned", ["agent", "agent_sha256"]),
+            ("state", "tried", ["agent", "agent_sha256"]),
             ("state", "present", ["agent", "agent_sha256"]),
         ],
         supports_check_mode=True,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import io
 import os
 import subprocess
@@ -12,7 +11,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils import image_identity as identity
-from ansible_collections.sparkfleet.serving.plugins.module_utils.image_identity import ImageError, Member
+from ansible_collections.sparkfleet.serving.plugins.module_utils.image_identity import ImageError
 
 BASE = "nvcr.io/nvidia/pytorch@sha256:" + "2" * 64
 
@@ -147,26 +146,8 @@ def test_an_image_of_another_architecture_is_refused_by_name(image: str, node: s
         identity.refuse_architecture("x:1", image, node)
 
 
-@pytest.mark.field("B70")
-def test_a_saved_image_goes_to_files_and_back(tmp_path: Path) -> None:
-    (tmp_path / "blobs").mkdir()
-    data = b"layer" * 1000
-    (tmp_path / "blobs/one").write_bytes(data)
-    members = [
-        Member("blobs", "dir"),
-        Member("blobs/one", "file", len(data), hashlib.sha256(data).hexdigest()),
-        Member("link", "link", link="blobs/one"),
-    ]
-    again = identity.parse_members([member.as_dict() for member in members])
-    assert list(again) == members
-    stream = io.BytesIO(b"".join(identity.member_tar(tmp_path, again)))
-    with tarfile.open(fileobj=stream) as tar:
-        assert tar.getnames() == ["blobs", "blobs/one", "link"]
-        found = tar.extractfile("blobs/one")
-        assert found is not None
-        assert found.read() == data
-    (tmp_path / "blobs/one").write_bytes(data[:-1])
-    with pytest.raises(ImageError, match="4999 bytes instead of 5000"):
-        b"".join(identity.member_tar(tmp_path, again))
-    with pytest.raises(ImageError, match="leaves its directory"):
-        identity.parse_members([{"name": "../x", "kind": "file"}])
+def test_an_outage_is_said_with_who_suffers_it_and_for_how_long() -> None:
+    assert identity.outage("spark-1", [], []) == ""
+    text = identity.outage("spark-1", ["dsv41"], ["pair-a"])
+    for part in ("dsv41 run on spark-1", "pair-a slow or stopped", "6 minutes"):
+        assert part in text
