@@ -128,9 +128,7 @@ def forget(pair: Pair, *, keep: bool = False) -> None:
             # A move that was cut leaves a lease of a day, under which containerd keeps what came.
             "ctr -n moby leases ls -q | xargs -r ctr -n moby leases rm --sync >/dev/null 2>&1; true",
         )
-    shell(
-        pair.target, f"rm -rf {BENCH}/transfer {BENCH}/.transfer.proof.json; docker image prune -f >/dev/null"
-    )
+    shell(pair.target, f"rm -rf {BENCH}/transfer {BENCH}/.transfer.proof.json")
     # The registry is there for one move: its storage would be a second copy of every image on the source.
     shell(
         pair.source, f"systemctl stop bench-registry 2>/dev/null; rm -rf {BENCH}/registry {BENCH}/transfer/*"

@@ -33,13 +33,10 @@ def judge(parser: Mapping[str, Any], code: int, text: str) -> str:
 
 def body(launch: Mapping[str, Any], index: int | None) -> dict[str, Any]:
     """The create request: image, command and environment of the rank, and nothing of the host."""
-    whole = create_body(launch, index, [])
-    kept = {name: whole[name] for name in ("Image", "Cmd", "Env", "Entrypoint") if name in whole}
-    return {
-        **kept,
-        "Labels": {HELPER_LABEL: "parser"},
-        "HostConfig": {"NetworkMode": "none", "CapDrop": ["ALL"], "ReadonlyRootfs": True},
-    }
+    asked = dict(create_body(launch, index, []))
+    asked["Labels"] = {HELPER_LABEL: "parser"}
+    asked["HostConfig"] = {"NetworkMode": "none", "CapDrop": ["ALL"], "ReadonlyRootfs": True}
+    return asked
 
 
 def try_command(

@@ -74,9 +74,8 @@ def bare(node: Node) -> None:
 
 
 def forget(node: Node) -> None:
-    """Every image away, and what containerd keeps for a day for a load that was cut."""
+    """Every image away."""
     node.run("sh", "-c", "docker images -aq --no-trunc | sort -u | xargs -r docker rmi -f")
-    node.run("sh", "-c", "ctr -n moby leases ls -q | xargs -r ctr -n moby leases rm --sync")
 
 
 def run(context: Path, *extra: str, **variables: object) -> Run:

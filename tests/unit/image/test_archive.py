@@ -43,7 +43,7 @@ def saved(members: dict[str, bytes]) -> tarfile.TarFile:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    return tarfile.open(fileobj=io.BytesIO(out.getvalue()), mode="r|")  # noqa: SIM115 - the caller reads it
+    return tarfile.open(fileobj=io.BytesIO(out.getvalue()), mode="r|")
 
 
 def overlay2() -> dict[str, bytes]:

@@ -6,11 +6,14 @@ from typing import Any
 
 import pytest
 from ansible.errors import AnsibleFilterError
+from ansible_collections.sparkfleet.serving.plugins.action.engine_image import with_jobs
 from ansible_collections.sparkfleet.serving.plugins.filter.transfer import (
+    host_address,
     members_where,
     transfer_listen,
     transfer_source,
 )
+from ansible_collections.sparkfleet.serving.plugins.module_utils.image_identity import Entry, Recipe
 
 PAIR: list[dict[str, Any]] = [
     {"name": "a", "rank": 0, "rails": [{"address": "10.77.0.1/30"}, {"address": "10.77.0.5/30"}]},
@@ -46,3 +49,30 @@ def test_only_members_that_said_so_count() -> None:
     assert members_where(PAIR, hostvars, "r", "needed") == ["a"]
     assert members_where(PAIR, {"b": {"r": {"needed": False}}}, "r", "needed", False) == ["b"]
     assert members_where(PAIR, {}, "r", "needed") == []
+
+
+def test_a_builder_outside_is_reached_where_ansible_reaches_it() -> None:
+    assert host_address({"ansible_host": "192.0.2.7", "inventory_hostname": "x"}) == "192.0.2.7"
+    with pytest.raises(AnsibleFilterError, match="set image_builder_address"):
+        host_address({"inventory_hostname": "localhost"})
+    with pytest.raises(AnsibleFilterError, match="no address on the controller"):
+        host_address({"inventory_hostname": "no-such-name.invalid"})
+
+
+@pytest.mark.parametrize(
+    ("dockerfile", "given", "jobs", "wanted"),
+    [
+        ("ARG JOBS=8\n", {}, 3, {"JOBS": "3"}),
+        ("FROM x\n  arg jobs\n", {}, 3, {"JOBS": "3"}),
+        ("ARG JOBS=8\n", {"JOBS": "2"}, 3, {"JOBS": "2"}),
+        ("ARG JOBS=8\n", {}, 0, {}),
+        ("ARG JOBSX\n# ARG JOBS\n", {}, 3, {}),
+    ],
+)
+def test_jobs_reach_a_build_that_has_the_argument_and_never_its_content(
+    dockerfile: str, given: dict[str, str], jobs: int, wanted: dict[str, str]
+) -> None:
+    recipe = Recipe((Entry("Dockerfile", "file", False, dockerfile.encode()),), "Dockerfile", given, "x")
+    before = recipe.content
+    assert with_jobs(recipe, jobs) == wanted
+    assert recipe.content == before
