@@ -97,6 +97,11 @@ def test_build_streams_the_context_and_reports_its_error(docker: FakeDocker, api
     query, raw = docker.bodies["build"]
     assert raw == b"abc" and query["t"] == "x:1" and query["version"] == "1"
     assert lines == ["Step 1/1 : FROM scratch"]
+    assert not {"memory", "memswap", "cpuquota", "cpuperiod"} & set(query)
+    api.image_build(b"ok", memory=1 << 30, cpus=3)
+    query, _raw = docker.bodies["build"]
+    assert (query["memory"], query["memswap"]) == (str(1 << 30),) * 2, "without swap"
+    assert (query["cpuquota"], query["cpuperiod"]) == ("300000", "100000")
     with pytest.raises(D.DockerStreamError, match="COPY failed") as failed:
         api.image_build(b"bad")
     assert failed.value.lines == ["Step 1/1 : FROM scratch"]
