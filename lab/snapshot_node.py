@@ -180,7 +180,7 @@ def docker() -> Objects:
     images: dict[str, Any] = {}
     names = sorted(set(run("docker", "image", "ls", "-q", "--no-trunc").split()))
     for image in loads(run("docker", "image", "inspect", *names)) if names else []:
-        for tag in image.get("RepoTags") or [image["Id"]]:
+        for tag in image.get("RepoTags") or image.get("RepoDigests") or [image["Id"]]:
             images[tag] = {
                 "layers": image.get("RootFS", {}).get("Layers", []),
                 "labels": (image.get("Config") or {}).get("Labels") or {},

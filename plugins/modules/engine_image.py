@@ -385,13 +385,15 @@ def fetch(api: DockerApi, params: dict[str, Any], node: str, progress: Progress)
     except DockerNotFound:
         had = False
     try:
-        api.image_pull(wanted, platform=f"linux/{node}", on_line=progress.line)
-    except (DockerStreamError, DockerApiError) as exc:
-        raise ImageError(
-            f"{wanted} cannot be pulled: {exc}. The registry lacks it or a layer of it, gives other bytes than the "
-            f"digest names, or has none for linux/{node}; correct the registry or the digest"
-        ) from exc
-    try:
+        try:
+            api.image_pull(wanted, platform=f"linux/{node}", on_line=progress.line)
+        except (DockerStreamError, DockerApiError) as exc:
+            with contextlib.suppress(DockerNotFound):  # a graph driver keeps an image of another architecture
+                refuse_architecture(wanted, str(api.image_inspect(wanted).get("Architecture", "")), node)
+            raise ImageError(
+                f"{wanted} cannot be pulled: {exc}. The registry lacks it or a layer of it, gives other bytes than "
+                "the digest names, or does not answer; correct the registry or the digest"
+            ) from exc
         image = api.image_inspect(wanted)
         refuse_architecture(wanted, str(image.get("Architecture", "")), node)
         if params["prebuilt"]:
@@ -520,8 +522,6 @@ def remove_old(api: DockerApi, images: list[Own]) -> None:
 def announced(api: DockerApi, params: dict[str, Any], check_mode: bool) -> list[dict[str, str]]:
     """What a build, import or pull will have changed on this node."""
     found = [entry(f"image {params['reference']}", "", f"{params['state']}\n")]
-    if params["prebuilt"]:
-        found.append(entry(f"image {params['prebuilt']}", "", "the same under its digest\n"))
     if params["state"] == "built":
         bare = check_mode and not Path(params["docker_socket"]).exists()
         try:
