@@ -440,6 +440,7 @@ def test_a_prebuilt_digest_takes_the_place_of_a_build_when_its_label_is_right(
     assert (again.rc, again.changed()) == (0, set())
 
 
+@pytest.mark.field("E30")
 def test_who_serves_does_not_build_and_an_outage_is_said(
     pair: list[Node], context: Path, tmp_path: Path
 ) -> None:
