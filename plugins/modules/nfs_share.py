@@ -183,11 +183,14 @@ def export(module: AnsibleModule, params: dict[str, Any], path: str) -> dict[str
     if changed and not module.check_mode:
         if not Path(path).is_dir():
             raise TreeError(f"{path} is no directory, so there is nothing to export")
+        # The server first: where it does not start, nothing is left behind.
+        if starts:
+            code, _out, said = module.run_command(["systemctl", "enable", "--now", UNIT])
+            if code != 0:
+                raise TreeError(f"{UNIT} does not start: {said.strip()}; see `systemctl status {UNIT}`")
         if before != wanted:
             EXPORTS_D.mkdir(mode=0o755, exist_ok=True)
             write_atomic(own, wanted.encode())
-        if starts:
-            module.run_command(["systemctl", "enable", "--now", UNIT], check_rc=True)
         withdraw(module, exportfs, before, wanted)
         # Not -r: it would drop what somebody exported by hand.
         _code, _out, said = module.run_command([exportfs, "-a"])

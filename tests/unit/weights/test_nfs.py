@@ -204,6 +204,13 @@ def test_a_server_that_is_off_is_announced_and_started(host: Host) -> None:
     assert [one["after_header"] for one in again["diff"]] == ["unit nfs-server.service"]
 
 
+def test_a_server_that_does_not_start_leaves_nothing_behind(host: Host) -> None:
+    host.unit.unlink()
+    host.tool("systemctl", "[ $1 = enable ] && echo 'Job for nfs-server.service failed' >&2; exit 1\n")
+    assert "nfs-server.service does not start: Job for" in host.export()["msg"]
+    assert not host.exports_d.exists()
+
+
 def test_an_export_that_the_kernel_lost_is_made_again(host: Host) -> None:
     host.export()
     host.table.write_text("")
