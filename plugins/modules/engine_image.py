@@ -359,7 +359,7 @@ def build(api: DockerApi, params: dict[str, Any], progress: Progress) -> None:
             )
     except DockerStreamError as exc:
         killed = (
-            f" (137: killed, as when a step takes more than memory_bytes, {params['memory_bytes']})"
+            f" (137: killed, as when a step takes more than image_build_memory_bytes, {params['memory_bytes']})"
             if "non-zero code: 137" in str(exc)
             else ""
         )
@@ -399,7 +399,7 @@ def fetch(api: DockerApi, params: dict[str, Any], node: str, progress: Progress)
         if params["prebuilt"]:
             if label_of(image) != params["content"]:
                 raise ImageError(
-                    f"{wanted} has the label {CONTENT_LABEL} {label_of(image) or 'not at all'}, wanted "
+                    f"{wanted} has {label_of(image) or 'nothing'} in its label {CONTENT_LABEL}, wanted "
                     f"{params['content']}: it was built from another recipe. Name the digest of one that was built "
                     "from this one, or let it be built"
                 )

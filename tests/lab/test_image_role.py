@@ -236,7 +236,7 @@ def test_a_step_beyond_its_memory_is_ended_and_said(pair: list[Node], context: P
     with (greedy / "Dockerfile").open("a") as out:
         out.write("RUN python3 -c 'print(len(bytearray(700 << 20)))'\n")
     done = run(greedy, "-l", "spark-1", image_members=member(1))
-    refused(done, "137: killed, as when a step takes more than memory_bytes, 536870912")
+    refused(done, "137: killed, as when a step takes more than image_build_memory_bytes, 536870912")
 
 
 def member(number: int) -> list[dict[str, Any]]:

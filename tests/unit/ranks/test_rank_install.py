@@ -323,3 +323,25 @@ def test_wrong_settings_change_nothing(bare: TreeHost, api: DockerApi) -> None:
     with pytest.raises(Refusal, match="context: has no default"):
         ensure(bare, api, params(settings={}, peer_key="k" * 64), False)
     assert tree(bare.root) == before
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_engines_own_parser_reads_the_command_and_nothing_of_it_stays(
+    bare: TreeHost, docker: FakeDocker, api: DockerApi, rank: int
+) -> None:
+    address = MEMBERS[rank]["rails"]
+    rails = [
+        {**address[0], "netdev": "enp1s0f0np0", "hca": "rocep1s0f0"},
+        {**address[1], "netdev": "enP2p1s0f0np0", "hca": "roceP2p1s0f0"},
+    ]
+    said = "/model is neither a directory nor a model name in the cache"
+    docker.on_start = lambda row: docker.end(row["Id"], 1, f"{said}\n")
+    found = ensure(bare, api, params("tried", rank=rank, rails=rails), False)
+    verdict = "accepted" if rank == 0 else "unclear"
+    assert found == {"changed": False, "parser": {"verdict": verdict, "said": f"exit code 1: {said}"}}
+    docker.on_start = lambda row: docker.end(row["Id"], 2, "BadArgument: unknown argument --pool\n")
+    with pytest.raises(Refusal, match=f"does not take the planned command of rank {rank}"):
+        ensure(bare, api, params("tried", rank=rank, rails=rails), False)
+    assert docker.containers == {}
+    silent = {**PROFILE, "image": {"binaries": []}}
+    assert ensure(bare, api, params("tried", engine=silent), False)["parser"]["verdict"] == "not asked"
