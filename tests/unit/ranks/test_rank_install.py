@@ -329,10 +329,9 @@ def test_wrong_settings_change_nothing(bare: TreeHost, api: DockerApi) -> None:
 def test_the_engines_own_parser_reads_the_command_and_nothing_of_it_stays(
     bare: TreeHost, docker: FakeDocker, api: DockerApi, rank: int
 ) -> None:
-    address = MEMBERS[rank]["rails"]
     rails = [
-        {**address[0], "netdev": "enp1s0f0np0", "hca": "rocep1s0f0"},
-        {**address[1], "netdev": "enP2p1s0f0np0", "hca": "roceP2p1s0f0"},
+        {"address": f"10.77.0.{rank + 1}/30", "netdev": "enp1s0f0np0", "hca": "rocep1s0f0"},
+        {"address": f"10.77.0.{rank + 5}/30", "netdev": "enP2p1s0f0np0", "hca": "roceP2p1s0f0"},
     ]
     said = "/model is neither a directory nor a model name in the cache"
     docker.on_start = lambda row: docker.end(row["Id"], 1, f"{said}\n")
