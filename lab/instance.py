@@ -498,7 +498,7 @@ def purge() -> None:
         volume.remove(force=True)
     for network in networks:
         network.remove()
-    for kind in ("node", "base", "base-rootfs", "node-rootfs", "bare"):
+    for kind in ("node", "base", "base-rootfs", "node-rootfs", "source-rootfs", "bare"):
         for found in client.images.list(name=f"{PREFIX}/{kind}"):
             client.images.remove(str(found.id), force=True)
     shutil.rmtree(cache_directory(), ignore_errors=True)

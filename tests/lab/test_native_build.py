@@ -23,6 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import docker.errors
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import (
     DockerApi,
@@ -161,6 +162,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         str(root),
     ]
     daemon = subprocess.Popen(["git", "daemon", *words])
+    base = ""
     try:
         base = image.import_rootfs(engine(), "source", PACKAGES)
         yield World(
@@ -180,6 +182,29 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         daemon.terminate()
         daemon.wait()
         server.shutdown()
+        if base:
+            forget_steps(base)
+
+
+def forget_steps(base: str) -> None:
+    """Remove the nameless images of steps upon the base, which a build that failed leaves in the engine."""
+    client = engine()
+    rows = client.api.images(all=True)
+    root = client.images.get(base).id
+    children: dict[str, list[str]] = {}
+    for row in rows:
+        children.setdefault(row["ParentId"], []).append(row["Id"])
+    named = {row["Id"] for row in rows if any("<none>" not in tag for tag in row["RepoTags"] or [])}
+
+    def below(identity: str) -> Iterator[str]:
+        for child in children.get(identity, []):
+            yield from below(child)
+            if child not in named:
+                yield child
+
+    for identity in below(root):
+        with contextlib.suppress(docker.errors.APIError):  # gone with the one above it
+            client.api.remove_image(identity)
 
 
 @contextlib.contextmanager
