@@ -41,9 +41,11 @@ from .config import (
     USER,
     Instance,
     cache_directory,
+    instance,
 )
 from .image import say
 from .inventory import inventory_text
+from .vm import machine as vm
 
 BOOT_SECONDS = 90
 Filters = dict[str, str | list[str] | bool]
@@ -468,7 +470,8 @@ def unplug(ends: list[str]) -> None:
 
 
 def down(lab: Instance) -> None:
-    """Remove the instance's containers, volumes and network. Images, caches and keys stay."""
+    """Remove the instance's containers, volumes, network and virtual machines. Images, caches and keys stay."""
+    vm.down(lab)
     client = connect()
     lab.up_file.unlink(missing_ok=True)
     mine: Filters = {"label": f"{LABEL}={lab.name}"}
@@ -502,6 +505,8 @@ def purge() -> None:
         for found in client.images.list(name=f"{PREFIX}/{kind}"):
             client.images.remove(str(found.id), force=True)
     shutil.rmtree(cache_directory(), ignore_errors=True)
+    for path in (REPOSITORY / ".lab").glob("*/vm"):
+        vm.down(instance(path.parent.name))
     for path in (REPOSITORY / ".lab").glob("*"):
         # The pid and the log of an engine that bootstrap started: it still runs, and its pid is how to end it.
         if path.is_dir():
