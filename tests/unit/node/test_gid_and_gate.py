@@ -120,7 +120,7 @@ def test_a_volume_that_is_absent_or_whose_server_is_dead_is_refused_before_docke
     docker.volumes["sparkfleet-engram-0123"] = {"Options": None}
     assert refused() == "", "a volume of this node needs no server"
     docker.volumes["sparkfleet-engram-0123"] = {"Options": volume_options("127.0.0.1", "/srv/tables")}
-    asked = []
+    asked: list[str] = []
     monkeypatch.setattr(gate, "ping", asked.append)
     assert (refused(), asked) == ("", ["127.0.0.1"])
 
