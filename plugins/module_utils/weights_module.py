@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import shutil
@@ -33,6 +34,10 @@ DIFF_LINES = 60
 def refusal(module: Any, exc: Exception, **more: Any) -> NoReturn:
     """``fail_json`` with the node's own name in front."""
     node = os.uname().nodename
+    if isinstance(exc, OSError) and exc.errno == errno.ENOSPC:
+        exc = TreeError(
+            f"disk full at {exc.filename or 'the data directory'}; free space there and run again, what came is kept"
+        )
     module.fail_json(msg=f"{node}: {exc}", node=node, refusal=type(exc).__name__, **more)
     raise AssertionError("unreachable")
 

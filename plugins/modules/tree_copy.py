@@ -87,6 +87,7 @@ seconds:
   returned: when something was copied
 """
 
+import contextlib
 import time
 from pathlib import Path
 
@@ -191,8 +192,11 @@ def main() -> None:
                             parallel=params["parallel"],
                             limit_kib=params["rate_limit_kib"],
                         )
-                finally:
-                    write_proof(proof_path(root), proof)
+                except TreeError:
+                    with contextlib.suppress(OSError):  # a full disk must not hide why the copy ended
+                        write_proof(proof_path(root), proof)
+                    raise
+                write_proof(proof_path(root), proof)
                 report = inspect(work, files, proof)
                 if not report.complete:
                     raise TreeError(f"{root} is not whole after the copy: {summary(report)}")

@@ -43,7 +43,10 @@ while time.monotonic() < deadline:
     time.sleep(0.02)
 """
 #: The module (rsync's parent) and rsync, both without a word of warning.
-KILL = "kill -9 $(for p in $(pgrep -x rsync); do ps -o ppid= -p $p; echo $p; done)"
+KILL = (
+    "until pgrep -x rsync >/dev/null; do sleep 0.01; done; "
+    "kill -9 $(for p in $(pgrep -x rsync); do ps -o ppid= -p $p; echo $p; done)"
+)
 
 
 def rails(pair: list[Node]) -> None:
