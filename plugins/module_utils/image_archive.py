@@ -24,7 +24,7 @@ import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Callable
+from typing import IO, Any, Callable
 
 from .image_identity import ImageError
 
@@ -34,6 +34,8 @@ CHUNK = 1 << 20
 #: Compressed bytes unpacked at once: gzip grows at most about a thousandfold.
 PIECE = 1 << 16
 BLOBS = "blobs/sha256"
+#: A layer that is being unpacked.
+COMING = ".coming"
 _HEX = re.compile(r"[0-9a-f]{64}\Z")
 _BLOB_NAME = re.compile(r"blobs/sha256/([0-9a-f]{64})\Z")
 #: First bytes of a compressed layer, and what an OCI media type calls it.
@@ -236,6 +238,48 @@ def same_config(data: bytes, diff_ids: Sequence[str]) -> bool:
     return bool(list(found) == [f"sha256:{bare(item)}" for item in diff_ids])
 
 
+def unpack(
+    source: IO[bytes], target: Path, on_bytes: Callable[[int], None], start: bytes = b""
+) -> tuple[str, int]:
+    """Write the plain bytes of a layer; returns their sha256 and their number. ``start`` was read already."""
+    data = start or source.read(CHUNK)
+    digest = hashlib.sha256()
+    size = 0
+    unpacker = Unpacker(data)
+    with target.open("wb") as out:
+        while data:
+            for piece in unpacker.feed(data):
+                digest.update(piece)
+                out.write(piece)
+                size += len(piece)
+            on_bytes(len(data))
+            data = source.read(CHUNK)
+    return digest.hexdigest(), size
+
+
+def keep(passing: Path, target: Path) -> None:
+    """Give a layer that was unpacked its name, readable for the share."""
+    passing.replace(target)
+    target.chmod(0o644)
+
+
+def config_of(read: Callable[[str], bytes], digest: str, diff_ids: Sequence[str]) -> str:
+    """The configuration behind a digest: of itself, of a manifest, or of an index; empty where there is none.
+
+    ``read`` gives the bytes of a blob by its digest and raises OSError for one that is not there.
+    """
+    try:
+        data = read(bare(digest))
+        raw = json.loads(data.decode("utf-8"))
+    except (OSError, ValueError):
+        return ""
+    if same_config(data, diff_ids):
+        return data.decode("utf-8")
+    below = [raw["config"]] if "config" in raw and "layers" in raw else raw.get("manifests") or []
+    found = (config_of(read, str(one.get("digest", "")), diff_ids) for one in below)
+    return next((text for text in found if text), "")
+
+
 def lay_down(
     tar: tarfile.TarFile,
     root: Path,
@@ -268,23 +312,10 @@ def lay_down(
             continue
         if info.name.endswith((".json", "/VERSION")) or not wanted:
             continue
-        passing = folder / ".coming"
-        digest = hashlib.sha256()
-        size = 0
-        unpacker = Unpacker(start)
-        with passing.open("wb") as out:
-            data = start
-            while data:
-                for piece in unpacker.feed(data):
-                    digest.update(piece)
-                    out.write(piece)
-                    size += len(piece)
-                on_bytes(len(data))
-                data = source.read(CHUNK)
-        name = digest.hexdigest()
+        passing = folder / COMING
+        name, size = unpack(source, passing, on_bytes, start)
         if name in wanted:
-            passing.replace(folder / name)
-            (folder / name).chmod(0o644)
+            keep(passing, folder / name)
             found[name] = size
         else:
             passing.unlink()

@@ -19,16 +19,21 @@ from .docker_api import DockerApi, DockerNotFound, Stream
 from .fabric_copy import SizeWatch, Source, pull, runner
 from .image_archive import (
     BLOBS,
+    COMING,
     Blob,
     Holding,
     Laid,
     Layer,
     archive,
+    bare,
     chain_ids,
+    config_of,
+    keep,
     kind_of,
     lay_down,
     layer_name,
     parse_content,
+    unpack,
 )
 from .image_identity import ImageError, architecture
 from .tree import (
@@ -155,22 +160,67 @@ def export(
 ) -> Laid:
     """Lay the configuration and the needed layers down as files below ``root``.
 
-    ``docker save`` writes all of the image below Docker's own root first (a graph driver does).
+    ``docker save`` writes all of the image below Docker's own root first (a graph driver does). The containerd store
+    is read itself where it can be: a pull fetches no layer whose snapshot is there already, and ``docker save`` then
+    gives none of an image, not even the layers that it has.
     """
-    refuse_rooms(
-        [(root, size), (docker_root(api.info()), size)], f"laying down {reference} for the other members"
-    )
+    info = api.info()
+    refuse_rooms([(root, size), (docker_root(info), size)], f"laying down {reference} for the other members")
     own_parents(root)
-    diff_ids = (api.image_inspect(reference).get("RootFS") or {}).get("Layers") or []
+    image = api.image_inspect(reference)
+    diff_ids = (image.get("RootFS") or {}).get("Layers") or []
+    if uses_containerd(info):
+        laid = from_store(
+            content_blobs(info), str(image["Id"]), diff_ids, root=root, needed=needed, progress=progress
+        )
+        if laid is not None:
+            return laid
     platform = f"linux/{architecture(os.uname().machine)}"
     with (
         api.image_save([reference], platform=platform) as stream,
         tarfile.open(fileobj=cast("IO[bytes]", _Reader(stream)), mode="r|") as tar,
     ):
         laid = lay_down(tar, root, diff_ids, needed, progress.add)
+    open_folders(root)
+    return laid
+
+
+def open_folders(root: Path) -> None:
+    """Let the share walk a laid-down image, whatever the umask."""
     for folder, _names, _files in os.walk(root):
         Path(folder).chmod(0o755)
-    return laid
+
+
+def from_store(
+    blobs: Mapping[str, Blob],
+    identity: str,
+    diff_ids: Sequence[str],
+    *,
+    root: Path,
+    needed: Sequence[str],
+    progress: Progress,
+    store: Path = CONTENT_ROOT,
+) -> Laid | None:
+    """Lay down from the blobs of a content store; None where it has not all that is needed."""
+    wanted = dict.fromkeys(bare(item) for item in diff_ids if bare(item) in {bare(one) for one in needed})
+    config = config_of(lambda digest: (store / BLOBS / digest).read_bytes(), identity, diff_ids)
+    if not config or not set(wanted) <= set(blobs):
+        return None
+    folder = root / BLOBS
+    folder.mkdir(parents=True, exist_ok=True)
+    layers = []
+    for diff_id in wanted:
+        with (store / BLOBS / blobs[diff_id].digest).open("rb") as source:
+            name, size = unpack(source, folder / COMING, progress.add)
+        if name != diff_id:
+            raise ImageError(
+                f"the layer {diff_id[:12]} in this node's image store is damaged: it unpacks to {name[:12]}. "
+                "Remove the image here and build or bring it again"
+            )
+        keep(folder / COMING, folder / name)
+        layers.append(Layer(name, size))
+    open_folders(root)
+    return Laid(config, tuple(layers))
 
 
 def bring(

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils import image_archive as archive
+from ansible_collections.sparkfleet.serving.plugins.module_utils import image_move
 from ansible_collections.sparkfleet.serving.plugins.module_utils.image_archive import (
     Blob,
     Holding,
@@ -19,6 +20,7 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.image_archive i
     Layer,
 )
 from ansible_collections.sparkfleet.serving.plugins.module_utils.image_identity import ImageError
+from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import Progress
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -234,3 +236,44 @@ def test_a_name_as_containerd_has_it(name: str, full: str) -> None:
 def test_a_description_that_cannot_be_is_refused(raw: dict[str, Any]) -> None:
     with pytest.raises(ImageError):
         archive.parse_laid(raw)
+
+
+def write_store(root: Path, *blobs: bytes) -> dict[str, str]:
+    """A content store with these blobs; their names by number."""
+    folder = root / "blobs/sha256"
+    folder.mkdir(parents=True)
+    for blob in blobs:
+        (folder / sha(blob)).write_bytes(blob)
+    return {str(number): sha(blob) for number, blob in enumerate(blobs)}
+
+
+@pytest.mark.field("B70")
+def test_a_store_without_the_blobs_of_its_base_still_gives_the_layers_that_it_has(tmp_path: Path) -> None:
+    """A pull fetches no layer whose snapshot exists, and docker save then gives no layer of the image at all."""
+    top = gzip.compress(LAYERS[2], mtime=0)
+    manifest = json.dumps({"config": {"digest": "sha256:" + sha(CONFIG.encode())}, "layers": []}).encode()
+    other = json.dumps({"config": {"digest": "sha256:" + "0" * 64}, "layers": []}).encode()
+    index = json.dumps(
+        {"manifests": [{"digest": f"sha256:{sha(other)}"}, {"digest": f"sha256:{sha(manifest)}"}]}
+    ).encode()
+    write_store(tmp_path / "store", top, CONFIG.encode(), manifest, other, index)
+    blobs = {DIFF_IDS[2]: Blob(sha(top), len(top), "tar+gzip")}
+
+    def lay(needed: list[str], identity: bytes = index) -> Laid | None:
+        return image_move.from_store(
+            blobs,
+            f"sha256:{sha(identity)}",
+            [f"sha256:{one}" for one in DIFF_IDS],
+            root=tmp_path / "laid",
+            needed=needed,
+            progress=Progress(None, "", 0),
+            store=tmp_path / "store",
+        )
+
+    assert lay(DIFF_IDS[2:]) == Laid(CONFIG, (Layer(DIFF_IDS[2], len(LAYERS[2])),))
+    assert (tmp_path / "laid/blobs/sha256" / DIFF_IDS[2]).read_bytes() == LAYERS[2]
+    assert lay(DIFF_IDS[1:]) is None, "the base's middle layer is not in the store"
+    assert lay(DIFF_IDS[2:], b"no such") is None
+    (tmp_path / "store/blobs/sha256" / sha(top)).write_bytes(gzip.compress(b"other"))
+    with pytest.raises(ImageError, match="is damaged"):
+        lay(DIFF_IDS[2:])
