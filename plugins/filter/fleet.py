@@ -45,6 +45,13 @@ def known_truths() -> frozenset[str]:
 
 
 @functools.cache
+def decided_names() -> dict[str, list[str]]:
+    """Role variables that the playbooks set, with what each follows from."""
+    text = (ROOT / "playbooks" / "vars" / "replica.yml").read_text(encoding="utf-8")
+    return core.decided_names(yaml.safe_load(text))
+
+
+@functools.cache
 def role_options() -> dict[str, frozenset[str]]:
     """Role to its options, from the argument specs."""
     found = {}
@@ -93,7 +100,7 @@ def collect(
 def value_refusals(values: Mapping[str, Any]) -> list[str]:
     """What is wrong with values and names of one host's variables, by sight: one sentence each."""
     return core.value_refusals(values, known_truths()) + core.name_refusals(
-        list(values), known_names(), role_options()
+        list(values), known_names(), role_options(), decided_names()
     )
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ ENGINE = "tensorfold_native"
 #: Every variable of the fleet begins with this.
 PREFIX = "sparkfleet_"
 _NAME = re.compile(r"\bsparkfleet_[a-z0-9_]*[a-z0-9]\b")
+_INNER = re.compile(r"\b__[a-z0-9_]+\b")
 #: In code a variable's name is a whole string; anything else is a package, a metric or words.
 _QUOTED = re.compile(r"""["'](sparkfleet_[a-z0-9_]*[a-z0-9])["']""")
 _TRUTH = re.compile(r"\b(sparkfleet_[a-z0-9_]*[a-z0-9])(?: \| default\([^()]*\))? \| bool\b")
@@ -150,10 +151,29 @@ def _nearest(name: str, known: Iterable[str], prefix: str, cutoff: float) -> str
     return prefix + near[0] if near else ""
 
 
+def decided_names(values: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Role variables that the playbooks set from the fleet's own ones, each with those that it follows from.
+
+    ``values``: the variables of ``playbooks/vars/replica.yml``, in which names with ``__`` are intermediate.
+    """
+
+    def fleet(name: str, seen: frozenset[str]) -> set[str]:
+        text = str(values[name])
+        inner = {part for part in _INNER.findall(text) if part in values and part not in seen}
+        return set(_NAME.findall(text)).union(*(fleet(part, seen | {part}) for part in inner))
+
+    return {name: sorted(fleet(name, frozenset())) for name in values if not name.startswith("__")}
+
+
 def name_refusals(
-    names: Iterable[str], known: Iterable[str], roles: Mapping[str, Iterable[str]]
+    names: Iterable[str],
+    known: Iterable[str],
+    roles: Mapping[str, Iterable[str]],
+    decided: Mapping[str, Sequence[str]],
 ) -> list[str]:
     """Variables that nobody reads, with the nearest known name: one sentence each.
+
+    ``decided``: variables whose value in an inventory is not read, since the playbooks set them (`decided_names`).
 
     ``known``: the fleet's variables. ``roles``: role to its options. A name of the fleet must be known; a name that
     begins with a role's is refused where it is nearly an option, since others may use such names as well.
@@ -167,6 +187,10 @@ def name_refusals(
             if name not in fleet:
                 hint = f"did you mean {near}?" if near else "docs and inventory/example name the known ones"
                 found.append(f"{name} is no variable of this collection; {hint}")
+            continue
+        if name in decided:
+            source = f"; it follows from {', '.join(decided[name])}" if decided[name] else ""
+            found.append(f"{name} is set by the playbooks and not read from an inventory{source}")
             continue
         # The longest role whose name it begins with: rank_files_x belongs to rank_files.
         role = max((role for role in options if name.startswith(f"{role}_")), key=len, default="")

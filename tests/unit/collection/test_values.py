@@ -99,10 +99,23 @@ def test_every_name_that_an_inventory_of_ours_sets_is_known() -> None:
     for path in (*(ROOT / "inventory").glob("*/group_vars/all.yml"), ROOT / "lab/overrides.yml"):
         names = yaml.safe_load(path.read_text())
         assert (
-            len(names) > 10 and core.name_refusals(names, fleet.known_names(), fleet.role_options()) == []
+            len(names) > 10
+            and core.name_refusals(names, fleet.known_names(), fleet.role_options(), fleet.decided_names())
+            == []
         ), path
     for role, options in fleet.role_options().items():
-        assert options and core.name_refusals(options, (), {role: options}) == []
+        assert options and core.name_refusals(options, (), {role: options}, {}) == []
+
+
+def test_a_value_that_the_playbooks_overrule_is_refused_with_what_it_follows_from() -> None:
+    assert value_refusals({"guard_records_dir": "/srv/guard", "ranks_served_name": "x"}) == [
+        "guard_records_dir is set by the playbooks and not read from an inventory; it follows from sparkfleet_data_dir",
+        "ranks_served_name is set by the playbooks and not read from an inventory; it follows from "
+        "sparkfleet_served_name",
+    ]
+    decided = fleet.decided_names()
+    assert "guard_redline_gib" not in decided and not [name for name in decided if name.startswith("__")]
+    assert set(decided) <= set().union(*fleet.role_options().values()), "the playbooks set what no role reads"
 
 
 def test_known_names_come_from_what_reads_them() -> None:
