@@ -11,8 +11,8 @@ from tests.site.conftest import MODEL, Lab
 
 pytestmark = pytest.mark.lab
 
-# What a run that has nothing to do asks of a node: one whole probe, a read or two a role, the gates. Measured: 24 of the
-# head, which keeps the calibration, and 22 of the worker.
+# What a run that has nothing to do asks of a node: one whole probe, a read or two a role, the gates. Measured: 24 of
+# the head, which keeps the calibration, and 22 of the worker.
 NO_OP_TASKS = 24
 
 
