@@ -421,7 +421,7 @@ def judge_node(
             warnings.append(f"{worst:.2f} GiB left at worst, near the redline of {redline:.2f}")
     if situation == "running":
         # Nothing is started, so nothing is refused: what a restart would meet is told.
-        warnings[:0] = [f"a restart now would be refused: {text}" for text in refusals]
+        warnings = [*(f"a restart now would be refused: {text}" for text in refusals), *warnings]
         refusals = []
     if not measured:
         warnings.append(f"available memory is assumed ({available_gib:.1f} GiB), not measured")
