@@ -276,6 +276,7 @@ def test_a_forged_heartbeat_is_silence(pair: dict[str, str]) -> None:
     try:
         both_end()
         assert "spark-2 has not answered on any rail" in said("spark-1", pair["spark-1"])
+        wait_for(lambda: state("spark-1")["state"] == "tripped", 20, "spark-1 to say that it tripped")
         assert state("spark-1")["cause"] == "silence"
         assert record("spark-1")["cause"] == "silence"
     finally:
