@@ -267,15 +267,7 @@ class Guard:
                 number = int(other["rank"])
                 view = watch.peers.get(number) or PeerView(str(other["name"]))
                 try:
-                    key = peer_wire.read_key(self.host, watch.replica)
-                    state = self.ask(
-                        other["addresses"],
-                        int(watch.launch["peer_port"]),
-                        key,
-                        watch.replica,
-                        "state",
-                        timeout=ASK_S,
-                    )
+                    state = self._state_of(watch, other)
                 except (peer_wire.PeerRefused, Refusal) as error:
                     if watch.refused.get(number) != str(error):
                         LOG.warning("guard: %s: %s: %s", watch.replica, view.name, error)
@@ -296,6 +288,12 @@ class Guard:
                     number: replace(view, heard=self.clock(), alive=bool(state.get("alive")), guard=guard),
                 }
 
+    def _state_of(self, watch: Watch, other: dict[str, Any]) -> dict[str, Any]:
+        """What a peer's node says of its rank and guard. Raises ``PeerRefused``, ``PeerUnreachable``, ``Refusal``."""
+        key = peer_wire.read_key(self.host, watch.replica)
+        port = int(watch.launch["peer_port"])
+        return self.ask(other["addresses"], port, key, watch.replica, "state", timeout=ASK_S)
+
     def _learn(self, watch: Watch) -> None:
         """Why our rank ended, from a peer that tripped at the same time. A head that is told to end sends its
         workers home first, so a worker may be gone, in good order, before anybody asks for it."""
@@ -304,15 +302,7 @@ class Guard:
             return
         for other in watch.launch.get("peers", []):
             try:
-                key = peer_wire.read_key(self.host, watch.replica)
-                state = self.ask(
-                    other["addresses"],
-                    int(watch.launch["peer_port"]),
-                    key,
-                    watch.replica,
-                    "state",
-                    timeout=ASK_S,
-                )
+                state = self._state_of(watch, other)
             except (peer_wire.PeerRefused, peer_wire.PeerUnreachable, Refusal):
                 continue
             seen = state.get("guard") or {}
@@ -338,15 +328,7 @@ class Guard:
         for other in watch.launch.get("peers", []):
             name = str(other["name"])
             try:
-                key = peer_wire.read_key(self.host, watch.replica)
-                state = self.ask(
-                    other["addresses"],
-                    int(watch.launch["peer_port"]),
-                    key,
-                    watch.replica,
-                    "state",
-                    timeout=ASK_S,
-                )
+                state = self._state_of(watch, other)
             except (peer_wire.PeerRefused, peer_wire.PeerUnreachable, Refusal) as error:
                 unready[name] = str(error)
                 continue

@@ -295,6 +295,35 @@ def test_a_stop_that_a_peer_asked_for_is_told(node: Node, docker: Docker, peers:
     assert (state["cause"], state["reason"]) == ("peer", "redline on spark-2")
 
 
+def waits_for_the_other_then_starts(guard: Guard, node: Node, peers: Peers) -> None:
+    """Neither starts before both are ready: no word, an old word and "not ready" hold it, "ready" lets it go."""
+    assert node.commands == [], "the other node was not asked yet"
+    held = {
+        "at": 5.0,
+        "state": "memory held",
+        "ready": False,
+        "restart": "memory has not come back since the stop",
+    }
+    peers.state = {"alive": False, "now": 5.0, "guard": held}
+    guard.look_at_peers()
+    samples(guard, node, 110)
+    waits = "waiting for spark-2 (memory has not come back since the stop)"
+    assert node.commands == [] and guard.state(guard.watches["pair-1"])["restart"] == waits
+    assert guard.state(guard.watches["pair-1"])["ready"], "so that neither waits for the other for ever"
+    for answer in (
+        {**peers.state, "guard": {**held, "ready": True, "at": -60.0}},
+        {**peers.state, "guard": {}},
+    ):
+        peers.state = answer
+        guard.look_at_peers()
+        samples(guard, node, 110)
+        assert node.commands == [], "an old word of a guard, or none, is no word"
+    peers.state = {"alive": False, "now": 5.0, "guard": {**held, "ready": True}}
+    guard.look_at_peers()
+    samples(guard, node, 110)
+    wait_for(lambda: ["systemctl", "start", "--no-block", "sparkfleet-rank@pair-1.service"] in node.commands)
+
+
 def test_a_worker_that_was_sent_home_learns_why(node: Node, docker: Docker, peers: Peers, rank: Any) -> None:
     """The head ends in order and its worker with it, before the worker's node is asked for anything."""
     guard = make(node, docker, peers, restarts=1, restart_backoff_s=1)
@@ -314,31 +343,7 @@ def test_a_worker_that_was_sent_home_learns_why(node: Node, docker: Docker, peer
     assert (state["cause"], state["reason"]) == ("peer", "redline on spark-2: 2 samples")
     node.now += 5
     samples(guard, node, 110)
-    assert node.commands == [], "the other node was not asked yet"
-    held = {
-        "at": 5.0,
-        "state": "memory held",
-        "ready": False,
-        "restart": "memory has not come back since the stop",
-    }
-    peers.state = {"alive": False, "now": 5.0, "guard": held}
-    guard.look_at_peers()
-    samples(guard, node, 110)
-    waits = "waiting for spark-2 (memory has not come back since the stop)"
-    assert node.commands == [] and guard.state(guard.watches["pair-1"])["restart"] == waits
-    assert guard.state(guard.watches["pair-1"])["ready"], "so that neither waits for the other for ever"
-    for answer in (
-        {**peers.state, "guard": {**held, "ready": True, "at": -60.0}},
-        {**peers.state, "guard": {}},
-    ):
-        peers.state = answer
-        guard.look_at_peers()
-        samples(guard, node, 110)
-        assert node.commands == [], "an old word of a guard, or none, is no word"
-    peers.state = {"alive": False, "now": 5.0, "guard": {**held, "ready": True}}
-    guard.look_at_peers()
-    samples(guard, node, 110)
-    wait_for(lambda: ["systemctl", "start", "--no-block", "sparkfleet-rank@pair-1.service"] in node.commands)
+    waits_for_the_other_then_starts(guard, node, peers)
 
 
 def test_restart_is_opt_in_and_waits(
@@ -355,31 +360,7 @@ def test_restart_is_opt_in_and_waits(
     samples(guard, node, 40)
     assert node.commands == [], "memory has not come back"
     samples(guard, node, 110)
-    assert node.commands == [], "the other node was not asked yet"
-    held = {
-        "at": 5.0,
-        "state": "memory held",
-        "ready": False,
-        "restart": "memory has not come back since the stop",
-    }
-    peers.state = {"alive": False, "now": 5.0, "guard": held}
-    guard.look_at_peers()
-    samples(guard, node, 110)
-    waits = "waiting for spark-2 (memory has not come back since the stop)"
-    assert node.commands == [] and guard.state(guard.watches["pair-1"])["restart"] == waits
-    assert guard.state(guard.watches["pair-1"])["ready"], "so that neither waits for the other for ever"
-    for answer in (
-        {**peers.state, "guard": {**held, "ready": True, "at": -60.0}},
-        {**peers.state, "guard": {}},
-    ):
-        peers.state = answer
-        guard.look_at_peers()
-        samples(guard, node, 110)
-        assert node.commands == [], "an old word of a guard, or none, is no word"
-    peers.state = {"alive": False, "now": 5.0, "guard": {**held, "ready": True}}
-    guard.look_at_peers()
-    samples(guard, node, 110)
-    wait_for(lambda: ["systemctl", "start", "--no-block", "sparkfleet-rank@pair-1.service"] in node.commands)
+    waits_for_the_other_then_starts(guard, node, peers)
     count = len(node.commands)
     node.now += 500
     samples(guard, node, 110)
