@@ -411,9 +411,23 @@ class Rank:
                 if self.stop.is_set():
                     raise Ended(0, "stopped on request")
                 if self.ended.wait(0.2):
-                    code = 0 if self.exit_code == 0 and not self.exit_note else EXIT_ENDED
-                    raise Ended(code, self.end_text())
+                    in_order = self.exit_code == 0 and not self.exit_note
+                    if in_order and self.launch["peers"]:
+                        self.exit_note = self.sent_home()
+                    raise Ended(0 if in_order else EXIT_ENDED, self.end_text())
             self.look_at_peers()
+
+    def sent_home(self) -> str:
+        """Whose stop ended this engine: rank 0 sends the others home, before its own agent can say so."""
+        told = []
+        for other in self.launch["peers"]:
+            try:
+                state = self.question(other, "state")
+                how = f"is {state['phase']}: {state['message']}"
+            except Refusal:
+                how = "does not answer, as a node that is shut down"
+            told.append(f"rank {other['rank']} on {other['name']} {how}")
+        return f"a stop in order; {', '.join(told)}"
 
     # -- the end -------------------------------------------------------------------------------------------
 

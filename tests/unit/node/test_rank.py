@@ -254,6 +254,21 @@ def test_the_end_of_the_engine_is_named(
     assert docker.containers == {} and len(saved_logs(node)) == 1
 
 
+@pytest.mark.parametrize("said", ["is stopping: stopped on request", "does not answer"])
+def test_an_engine_that_is_sent_home_was_stopped_in_order(
+    said: str, node: TreeHost, api: DockerApi, docker: FakeDocker, peers: Peers
+) -> None:
+    """The engine of one rank tells the others before the agents do: not a failure, and it says whose stop."""
+    run = Run(node, api, peers)
+    run.running()
+    peers.state.update({"phase": "stopping", "message": "stopped on request"})
+    peers.silent = said == "does not answer"
+    docker.end(NAME, 0, "bye\n")
+    assert run.end() == 0
+    assert run.status()["phase"] == "stopped"
+    assert f"exit code 0: a stop in order; rank 1 on spark-2 {said}" in run.status()["message"]
+
+
 @pytest.mark.field("T10", "T15", "T16", "T18", "T19", "T20", "T21", "T22", "T23", "T24", "E01")
 def test_the_errors_that_the_engine_is_known_for_are_named(
     node: TreeHost, api: DockerApi, docker: FakeDocker
