@@ -37,6 +37,7 @@ PACKAGES = (
         "docker.io",
         "docker-cli",
         "iptables",
+        "rsync",
     ),
 )
 #: Bytes of the disk. Only what is written takes room.

@@ -17,6 +17,7 @@ import socket
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any, Callable
 
 from .engram import Mount
 from .tree import TreeError
@@ -95,6 +96,21 @@ def foreign(path: str, files: Mapping[str, str]) -> list[str]:
             if sentence not in found:
                 found.append(sentence)
     return found
+
+
+def withdraw(run: Callable[[list[str]], Any], exportfs: str, before: str, wanted: str) -> None:
+    """Take what our file (``before``) no longer says (``wanted``) out of the kernel's table, and nothing else."""
+    kept = {(path, client) for path, client, _options in entries(wanted)}
+    for path, client, _options in entries(before):
+        if (path, client) not in kept:
+            run([exportfs, "-u", f"{client}:{path}"])
+
+
+def take_back(run: Callable[[list[str]], Any], exportfs: str, own: Path) -> None:
+    """Remove our file and what it says from the kernel's table. The server stays: others may use it."""
+    before = own.read_text(encoding="utf-8")
+    own.unlink()
+    withdraw(run, exportfs, before, "")
 
 
 def missing_clients(wanted: str, table: str) -> list[tuple[str, str]]:

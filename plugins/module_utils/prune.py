@@ -96,26 +96,30 @@ def marker_uses(texts: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
 
 
 def launch_uses(texts: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
-    """The same for launch files: replica to text."""
+    """The same for launch files: replica to text. A Docker volume is ``volume:NAME``, as in a marker."""
     uses: dict[str, str] = {}
     unknown = []
     for replica, text in sorted(texts.items()):
         try:
             mounts = json.loads(text)["container"]["mounts"]
-            uses.update({str(mount["source"]): f"launch of {replica}" for mount in mounts})
+            sources = [str(mount["source"]) for mount in mounts]
+            names = [source if source.startswith("/") else f"volume:{source}" for source in sources]
+            uses.update(dict.fromkeys(names, f"launch of {replica}"))
         except (ValueError, TypeError, KeyError) as exc:
             unknown.append(f"the launch file of {replica} cannot be read ({exc})")
     return uses, unknown
 
 
 def container_uses(containers: Iterable[Mapping[str, Any]]) -> dict[str, str]:
-    """Paths that containers mount, running or not, ours or not."""
+    """Paths and volumes (``volume:NAME``) that containers mount, running or not, ours or not."""
     uses = {}
     for one in containers:
         name = (one.get("Names") or [str(one.get("Id"))[:12]])[0].lstrip("/")
         for mount in one.get("Mounts") or []:
             if mount.get("Source"):
                 uses[str(mount["Source"])] = f"container {name}"
+            if mount.get("Type") == "volume" and mount.get("Name"):
+                uses[f"volume:{mount['Name']}"] = f"container {name}"
     return uses
 
 

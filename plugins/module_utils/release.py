@@ -22,8 +22,8 @@ DIRECTORY = "/var/lib/sparkfleet/releases"
 #: What a release consists of. All are strings; none is a secret and none changes while the release is the
 # same.
 KEYS = ("image_content", "model_lock", "rank_file", "launch_hash")
-#: Directories on this node that the release needs, so that nothing else has to guess what may go. Not part of
-#: the identity: the same release may learn of them later.
+#: Directories on this node that the release needs, and shares as ``volume:NAME`` and ``export:NAME``, so that nothing
+#: else has to guess what may go. Not part of the identity: the same release may learn of them later.
 PATHS = "paths"
 _NAME = re.compile(r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
 

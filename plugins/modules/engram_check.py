@@ -52,6 +52,14 @@ options:
     description: With O(proof), read every byte again.
     type: bool
     default: false
+  share:
+    description: Name of the share that is in use; other shares of Engram tables are RV(shares_left).
+    type: str
+    default: ""
+  docker_socket:
+    description: Socket of the Docker engine, asked for volumes of earlier shares.
+    type: path
+    default: /var/run/docker.sock
 attributes:
   check_mode:
     description: Judges the same; with O(proof) reads the files and keeps nothing.
@@ -95,12 +103,22 @@ verdict:
   description: The latency in words.
   type: str
   returned: always
+shares_left:
+  description:
+    - NFS exports and Docker volumes of Engram tables on this node, made for another placement or revision, in words.
+      Volumes are left out where Docker does not answer.
+  type: list
+  elements: str
+  returned: always
 """
 
+import contextlib
 from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 
+from ..module_utils import shares
+from ..module_utils.docker_api import DockerApi, DockerError
 from ..module_utils.engram import Table, judge, measure, mount_of, parse_mounts, refuse_mount, tables
 from ..module_utils.tree import (
     FileSpec,
@@ -113,6 +131,8 @@ from ..module_utils.tree import (
     write_proof,
 )
 from ..module_utils.weights_module import entry, own_parents, refusal
+
+EXPORTS_D = Path("/etc/exports.d")
 
 
 def digests(path: Path, found: list[Table], known: Proof) -> tuple[list[FileSpec], Proof]:
@@ -132,6 +152,16 @@ def digests(path: Path, found: list[Table], known: Proof) -> tuple[list[FileSpec
     return [FileSpec(name, seen.size, seen.sha256) for name, seen in sorted(fresh.files.items())], fresh
 
 
+def shares_left(name: str, docker_socket: str) -> list[str]:
+    """Shares of Engram tables on this node but the one that is in use, in words."""
+    found = shares.exports(EXPORTS_D)
+    if Path(docker_socket).exists():
+        # Told, not judged: a Docker that does not answer is somebody else's refusal.
+        with contextlib.suppress(DockerError):
+            found += shares.volumes(DockerApi(docker_socket).volume_list("=".join(shares.LABEL)))
+    return [one.text for one in found if one.name != name]
+
+
 def main() -> None:
     """Entry point."""
     module = AnsibleModule(
@@ -144,6 +174,8 @@ def main() -> None:
             "samples": {"type": "int", "default": 256},
             "proof": {"type": "path", "default": ""},
             "rehash": {"type": "bool", "default": False},
+            "share": {"type": "str", "default": ""},
+            "docker_socket": {"type": "path", "default": "/var/run/docker.sock"},
         },
         supports_check_mode=True,
     )
@@ -183,6 +215,7 @@ def main() -> None:
                 if changed and not module.check_mode:
                     own_parents(keep.parent)
                     write_proof(keep, fresh)
+        left = shares_left(params["share"], params["docker_socket"])
     except (TreeError, OSError) as exc:
         refusal(module, exc)
     module.exit_json(
@@ -194,6 +227,7 @@ def main() -> None:
         files=[one.as_dict() for one in files],
         latency_us=round(latency, 1),
         verdict=verdict,
+        shares_left=left,
     )
 
 

@@ -95,7 +95,6 @@ from ..module_utils.engram import mount_of, parse_mounts
 from ..module_utils.nfs import (
     KERNEL_PARTS,
     check_path,
-    entries,
     export_file,
     export_text,
     foreign,
@@ -105,12 +104,15 @@ from ..module_utils.nfs import (
     refuse_filesystem,
     refuse_kernel,
     refuse_other_server,
+    take_back,
     tokens_below,
     volume_difference,
     volume_options,
+    withdraw,
 )
+from ..module_utils.shares import LABEL
 from ..module_utils.tree import TreeError, nearest_existing, write_atomic
-from ..module_utils.weights_module import HELPER_LABEL, entry, need_tool, refusal
+from ..module_utils.weights_module import entry, need_tool, refusal
 
 EXPORTS = Path("/etc/exports")
 EXPORTS_D = Path("/etc/exports.d")
@@ -191,7 +193,7 @@ def export(module: AnsibleModule, params: dict[str, Any], path: str) -> dict[str
         if before != wanted:
             EXPORTS_D.mkdir(mode=0o755, exist_ok=True)
             write_atomic(own, wanted.encode())
-        withdraw(module, exportfs, before, wanted)
+        withdraw(module.run_command, exportfs, before, wanted)
         # Not -r: it would drop what somebody exported by hand.
         _code, _out, said = module.run_command([exportfs, "-a"])
         absent = missing_clients(wanted, module.run_command([exportfs, "-s"])[1])
@@ -208,21 +210,12 @@ def export(module: AnsibleModule, params: dict[str, Any], path: str) -> dict[str
     return {"changed": changed, "diff": diff, "server_started": starts}
 
 
-def withdraw(module: AnsibleModule, exportfs: str, before: str, wanted: str) -> None:
-    """Take what our file no longer says out of the kernel's table, and nothing else."""
-    kept = {(path, client) for path, client, _options in entries(wanted)}
-    for path, client, _options in entries(before):
-        if (path, client) not in kept:
-            module.run_command([exportfs, "-u", f"{client}:{path}"])
-
-
 def unexport(module: AnsibleModule, params: dict[str, Any]) -> dict[str, Any]:
-    """Take our export back. The server stays: others may use it."""
+    """Take our export back."""
     own = EXPORTS_D / export_file(params["name"])
     before = own.read_text(encoding="utf-8") if own.exists() else ""
     if before and not module.check_mode:
-        own.unlink()
-        withdraw(module, need_tool("exportfs", "nfs-kernel-server"), before, "")
+        take_back(module.run_command, need_tool("exportfs", "nfs-kernel-server"), own)
     return {"changed": bool(before), "diff": [entry(str(own), before, "")] if before else []}
 
 
@@ -234,7 +227,7 @@ def inspect(api: DockerApi, volume: str) -> dict[str, Any] | None:
 
 
 def ours(found: dict[str, Any]) -> bool:
-    return (found.get("Labels") or {}).get(HELPER_LABEL) == "nfs"
+    return (found.get("Labels") or {}).get(LABEL[0]) == LABEL[1]
 
 
 def remove(api: DockerApi, volume: str) -> None:
@@ -266,7 +259,7 @@ def mount(module: AnsibleModule, params: dict[str, Any], path: str) -> dict[str,
         if found is not None and wrong:
             remove(api, volume)
         if changed:
-            api.volume_create(volume, options=wanted, labels={HELPER_LABEL: "nfs"})
+            api.volume_create(volume, options=wanted, labels=dict([LABEL]))
         try:
             read_through(api, params)
         except TreeError:
@@ -290,7 +283,7 @@ def read_through(api: DockerApi, params: dict[str, Any]) -> None:
         "Image": params["image"],
         "Entrypoint": ["head", "-c", "1", f"/tree/{params['witness']}"],
         "Cmd": [],
-        "Labels": {HELPER_LABEL: "nfs"},
+        "Labels": dict([LABEL]),
         "HostConfig": {
             "NetworkMode": "none",
             "Binds": [f"{params['volume']}:/tree:ro"],

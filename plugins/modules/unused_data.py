@@ -12,6 +12,8 @@ description:
     collection laid down below its data directory, and says who uses it.
   - Used is what a release marker (current or previous), a launch file, a container, an NFS export or O(keep)
     names. Unknown is never unused. Nothing else below the data directory is ever looked at.
+  - NFS exports and Docker volumes that the role C(engram) made for tables over NFS are looked at as well.
+    An export is used while a client of it is connected, too.
 author: The sparkfleet founders (@sparkfleet)
 version_added: 1.0.0
 options:
@@ -35,7 +37,9 @@ options:
     type: path
     default: /etc/sparkfleet/replicas
   keep:
-    description: Paths that stay although no release uses them yet.
+    description:
+      - Paths that stay although no release uses them yet. C(export:NAME) names an NFS export, C(volume:NAME) a Docker
+        volume.
     type: list
     elements: path
     default: []
@@ -59,7 +63,9 @@ EXAMPLES = r"""
 
 RETURN = r"""
 unused:
-  description: C(path), C(what) and C(bytes) (that removing it frees) of what is unused, or was before it went.
+  description:
+    - C(path), C(what) and C(bytes) (that removing it frees) of what is unused, or was before it went. The path of an
+      export is its file, that of a volume C(volume:NAME).
   type: list
   elements: dict
   returned: always
@@ -89,37 +95,61 @@ from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils import prune
-from ..module_utils.docker_api import DockerApi, DockerError
+from ..module_utils import prune, shares
+from ..module_utils.docker_api import DockerApi, DockerConflict, DockerError
+from ..module_utils.nfs import take_back
+from ..module_utils.shares import Share
 from ..module_utils.tree import TreeError
-from ..module_utils.weights_module import entry, lock_dir, refusal
+from ..module_utils.weights_module import entry, lock_dir, need_tool, refusal
 
-EXPORTS = (Path("/etc/exports"), Path("/etc/exports.d"))
-
-
-def texts(paths: list[Path]) -> dict[str, str]:
-    """Path to text; one that is not readable as text is an error that says so."""
-    return {str(path): path.read_text(encoding="utf-8") for path in paths}
+EXPORTS = Path("/etc/exports")
+EXPORTS_D = Path("/etc/exports.d")
+NFS_CLIENTS = Path("/proc/fs/nfsd/clients")
 
 
-def everything_used(params: dict[str, Any]) -> tuple[dict[str, str], list[str]]:
-    """(path to user, what is unknown)."""
+def everything_used(params: dict[str, Any]) -> tuple[dict[str, str], list[Share], list[str]]:
+    """(path or key of a share to user, shares that nobody uses, what is unknown)."""
     markers = sorted(Path(params["releases"]).glob("*.json"))
     uses, unknown = prune.marker_uses({path.name: path.read_text(encoding="utf-8") for path in markers})
     launches = sorted(Path(params["launches"]).glob("*/launch.json"))
     more, blind = prune.launch_uses({path.parent.name: path.read_text(encoding="utf-8") for path in launches})
     uses.update(more)
     unknown += blind
+    uses.update(dict.fromkeys(params["keep"], "the inventory"))
+    found = shares.exports(EXPORTS_D)
     if Path(params["docker_socket"]).exists():
         try:
-            uses.update(prune.container_uses(DockerApi(params["docker_socket"]).container_list()))
+            api = DockerApi(params["docker_socket"])
+            uses.update(prune.container_uses(api.container_list()))
+            found += shares.volumes(api.volume_list("=".join(shares.LABEL)))
         except DockerError as exc:
             unknown.append(f"Docker does not say what its containers mount ({exc})")
-    exports = [path for path in EXPORTS if path.is_file()]
-    exports += sorted(path for folder in EXPORTS if folder.is_dir() for path in folder.glob("*.exports"))
-    uses.update(prune.export_uses(texts(exports).values()))
-    uses.update(dict.fromkeys(params["keep"], "the inventory"))
-    return uses, unknown
+    clients = shares.connected(NFS_CLIENTS)
+    idle = [one for one in found if not shares.user_of(one, uses, clients)]
+    # An export that goes as well holds its tree no more.
+    going = {one.place for one in idle}
+    files = [EXPORTS, *(sorted(EXPORTS_D.glob("*.exports")) if EXPORTS_D.is_dir() else [])]
+    texts = [path.read_text(encoding="utf-8") for path in files if path.is_file() and str(path) not in going]
+    uses.update(prune.export_uses(texts))
+    return uses, idle, unknown
+
+
+def take(module: AnsibleModule, share: Share) -> None:
+    """Take an export or a volume of ours back."""
+    if share.key.startswith(shares.EXPORT):
+        take_back(module.run_command, need_tool("exportfs", "nfs-kernel-server"), Path(share.place))
+        return
+    try:
+        DockerApi(module.params["docker_socket"]).volume_remove(share.place)
+    except DockerConflict as exc:
+        raise TreeError(
+            f"the volume {share.place} is in use ({exc.message}); stop what uses it first"
+        ) from exc
+
+
+def path_of(share: Share) -> str:
+    """What a row calls a share."""
+    return share.place if share.key.startswith(shares.EXPORT) else share.key
 
 
 def main() -> None:
@@ -138,7 +168,7 @@ def main() -> None:
     params = module.params
     data = Path(params["data_dir"])
     try:
-        uses, unknown = everything_used(params)
+        uses, idle, unknown = everything_used(params)
         unknown += [
             f"a transfer is running (lock {name})" for name in prune.held_locks(lock_dir(params["data_dir"]))
         ]
@@ -146,20 +176,26 @@ def main() -> None:
         prune.mark(found, uses)
         unused = [item for item in found if item.unused]
         sizes = prune.freed_bytes([item.path for item in unused])
-        changed = bool(unused) and params["state"] == "absent"
+        changed = bool(unused or idle) and params["state"] == "absent"
         if changed and unknown:
             raise TreeError(
                 f"nothing is removed, because not everything is known: {'; '.join(unknown)}. Run the site again, "
                 "which records it, or correct what is named"
             )
         if changed and not module.check_mode:
+            for share in idle:
+                take(module, share)
             for item in unused:
                 prune.remove(item.path, data)
-    except (TreeError, OSError, ValueError) as exc:
+    except (TreeError, DockerError, OSError, ValueError) as exc:
         refusal(module, exc)
+    rows = [{"path": path_of(one), "what": one.what, "bytes": 0} for one in idle]
+    rows += [{"path": str(one.path), "what": one.why, "bytes": sizes[one.path]} for one in unused]
+    diff = [entry(one.place if one.tree else f"volume {one.place}", f"{one.what}\n") for one in idle]
+    diff += [entry(f"tree {one.path}", f"{one.why} {sizes[one.path]}\n") for one in unused]
     module.exit_json(
         changed=changed,
-        unused=[{"path": str(one.path), "what": one.why, "bytes": sizes[one.path]} for one in unused],
+        unused=rows,
         used=[{"path": str(one.path), "by": one.used_by} for one in found if one.used_by],
         foreign=[
             {"path": str(one.path), "files": one.foreign[:10]}
@@ -168,9 +204,7 @@ def main() -> None:
         ],
         unknown=unknown,
         bytes=sum(sizes.values()),
-        diff=[entry(f"tree {one.path}", f"{one.why} {sizes[one.path]}\n") for one in unused]
-        if changed
-        else [],
+        diff=diff if changed else [],
     )
 
 

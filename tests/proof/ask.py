@@ -32,6 +32,7 @@ def ask(inventory: str, host: str, module: str, **arguments: Any) -> dict[str, A
             **os.environ,
             "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg"),
             "ANSIBLE_LOAD_CALLBACK_PLUGINS": "false",
+            "ANSIBLE_CALLBACK_RESULT_FORMAT": "json",
         },
         capture_output=True,
         text=True,

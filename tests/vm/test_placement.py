@@ -18,6 +18,10 @@ def place(*extra: str) -> Run:
     return play("tests/vm/engram.yml", inventory(), extra=extra)
 
 
+def prune(*extra: str) -> Run:
+    return play("tests/vm/prune.yml", inventory(), extra=extra)
+
+
 def words(text: str) -> str:
     return " ".join(text.split())
 
@@ -75,3 +79,52 @@ def test_a_network_is_refused_by_its_type_and_by_its_time(machines: tuple[Vm, Vm
     assert "a 4 KiB random read takes" in far["msg"]
     assert "local NVMe class is around 90 µs, network class around 940 µs" in far["msg"]
     assert f"the limit is {limit:.0f} µs" in far["msg"]
+
+
+@pytest.mark.field("B60")
+def test_back_on_local_disks_the_share_is_named_and_goes_on_request(machines: tuple[Vm, Vm]) -> None:
+    """After the first test above: export and volume are there, and what a release may need stays until it is asked."""
+    server, client = machines
+    local = ("-e", "engram_placement=local")
+    check = place("--check", *local)
+    assert check.rc == 0, check.output
+    back = place(*local)
+    assert back.rc == 0, back.output
+    assert compare_tasks(check, back) == []
+    path = client.text("ls -d /var/lib/sparkfleet/engram/lab--tables/*")
+    assert f"engram is {path}, complete True" in words(back.output)
+    assert client.text(f"sha256sum <{path}/tables.safetensors") == server.text(
+        f"sha256sum <{TABLES}/tables.safetensors"
+    )
+    export = f"/etc/exports.d/{VOLUME}.exports"
+    said = words(back.output)
+    assert f"vm-1 still has {export} (NFS export of {TABLES} to 10.77.0.2)" in said
+    assert f"vm-2 still has {VOLUME} (Docker volume over NFS)" in said
+    # A container that reads from it keeps both sides, whatever releases say.
+    client.text(
+        f"docker run -d --name reader --network none -v {VOLUME}:/engram:ro lab/tools:1 "
+        "sh -c 'exec 3</engram/tables.safetensors; sleep 3600'"
+    )
+    try:
+        listed = prune()
+    finally:
+        client.text("docker rm -f reader")
+    assert (listed.rc, listed.changed()) == (0, set()), listed.output
+    assert VOLUME not in listed.output
+    words_of_removal = ("-e", "prune_remove=true")
+    predicted = prune("--check", *words_of_removal)
+    assert server.run(f"test -e {export}").status == 0
+    assert client.text("docker volume ls -q") == VOLUME
+    removed = prune(*words_of_removal)
+    assert removed.rc == 0, removed.output
+    assert {host for host, _task in removed.changed()} == {"vm-1", "vm-2"}
+    assert predicted.changed() == removed.changed()
+    assert server.run(f"test -e {export}").status != 0
+    assert TABLES not in server.text("exportfs -s")
+    assert client.text("docker volume ls -q") == ""
+    assert server.run(f"test -e {TABLES}/tables.safetensors").status == 0, "tables of somebody else stay"
+    again = prune(*words_of_removal)
+    assert (again.rc, again.changed()) == (0, set()), again.output
+    quiet = place(*local)
+    assert (quiet.rc, quiet.changed()) == (0, set()), quiet.output
+    assert "still has" not in quiet.output

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.sparkfleet.serving.plugins.module_utils import engram
+from ansible_collections.sparkfleet.serving.plugins.module_utils import engram, nfs
 from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import TreeError, digest_file
 
 from .conftest import run_module
@@ -216,3 +216,23 @@ def test_tables_without_a_manifest_get_one_and_are_read_once(
     read.clear()
     assert run_module("engram_check", {**args, "rehash": True})["files"] == touched["files"]
     assert read == ["a.safetensors", "b.safetensors"]
+
+
+def test_shares_of_an_earlier_placement_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Docker:
+        def volume_list(self, label: str) -> list[dict[str, Any]]:
+            key, _equals, value = label.partition("=")
+            return [{"Name": f"sparkfleet-engram-{digit * 12}", "Labels": {key: value}} for digit in "ab"]
+
+    module = importlib.import_module("ansible_collections.sparkfleet.serving.plugins.modules.engram_check")
+    monkeypatch.setattr(module, "EXPORTS_D", tmp_path)
+    monkeypatch.setattr(module, "DockerApi", lambda _socket: Docker())
+    (tmp_path / "sparkfleet-engram-aaaaaaaaaaaa.exports").write_text(nfs.export_text("/srv/a", ["10.77.0.2"]))
+    (tmp_path / "sparkfleet-model.exports").write_text(nfs.export_text("/srv/b", ["10.77.0.2"]))
+    kinds = engram.parse_mounts(Path("/proc/self/mountinfo").read_text())
+    kind = engram.mount_of(str(tmp_path.resolve()), kinds).fstype
+    given = {"path": str(tmp_path / "none"), "extra_fstypes": [kind], "docker_socket": str(tmp_path)}
+    export = f"{tmp_path}/sparkfleet-engram-aaaaaaaaaaaa.exports (NFS export of /srv/a to 10.77.0.2)"
+    volumes = [f"sparkfleet-engram-{digit * 12} (Docker volume over NFS)" for digit in "ab"]
+    assert run_module("engram_check", given)["shares_left"] == [export, *volumes]
+    assert run_module("engram_check", {**given, "share": "engram-" + "a" * 12})["shares_left"] == volumes[1:]

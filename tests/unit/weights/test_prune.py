@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import importlib
 import json
 import os
 import shutil
@@ -10,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from ansible_collections.sparkfleet.serving.plugins.module_utils import prune, tree
+from ansible_collections.sparkfleet.serving.plugins.module_utils import nfs, prune, shares, tree
+from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import DockerConflict
 
 from .conftest import fill, manifest, run_module
 
@@ -200,3 +202,127 @@ def test_links_are_not_followed(node: Node, tmp_path: Path) -> None:
     (node.data / "kit").symlink_to(tmp_path / "outside")
     node.run()
     assert outside.is_dir()
+
+
+ONE, TWO = "engram-0123456789ab", "engram-ba9876543210"
+LABELS = dict([shares.LABEL])
+
+
+class Docker:
+    """Volumes and containers of a node."""
+
+    def __init__(self) -> None:
+        self.volumes: dict[str, dict[str, str]] = {}
+        self.containers: list[dict[str, Any]] = []
+        self.busy = False
+
+    def container_list(self) -> list[dict[str, Any]]:
+        return self.containers
+
+    def volume_list(self, label: str) -> list[dict[str, Any]]:
+        key, _equals, value = label.partition("=")
+        return [
+            {"Name": name, "Labels": labels}
+            for name, labels in self.volumes.items()
+            if labels.get(key) == value
+        ]
+
+    def volume_remove(self, name: str) -> None:
+        if self.busy:
+            raise DockerConflict(409, "volume is in use - [0123]", "DELETE /volumes")
+        del self.volumes[name]
+
+
+class Shares:
+    """A node with exports and volumes: of two revisions, by hand, and of the role nfs_share alone."""
+
+    def __init__(self, node: Node, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.node = node
+        self.docker = Docker()
+        self.exports_d = root / "exports.d"
+        self.exports_d.mkdir()
+        self.clients = root / "clients"
+        self.taken: list[list[str]] = []
+        for name in (ONE, TWO, "model"):
+            self.export(name)
+            self.docker.volumes[f"sparkfleet-{name}"] = LABELS
+        self.docker.volumes["sparkfleet-engram-000000000000"] = {}
+        (self.exports_d / "mine.exports").write_text("/srv/mine *(ro)\n")
+        (node.data / "no.sock").touch()
+        module = importlib.import_module("ansible_collections.sparkfleet.serving.plugins.modules.unused_data")
+        monkeypatch.setattr(module, "EXPORTS", root / "exports")
+        monkeypatch.setattr(module, "EXPORTS_D", self.exports_d)
+        monkeypatch.setattr(module, "NFS_CLIENTS", self.clients)
+        monkeypatch.setattr(module, "DockerApi", lambda _socket: self.docker)
+        monkeypatch.setattr(module, "need_tool", lambda name, _package: name)
+        monkeypatch.setattr(module.AnsibleModule, "run_command", lambda _self, argv: self.taken.append(argv))
+
+    def export(self, name: str) -> None:
+        tree_of = self.node.data / "engram/o--e" / name
+        (self.exports_d / nfs.export_file(name)).write_text(nfs.export_text(str(tree_of), ["10.77.0.2"]))
+
+    def uses(self, *paths: str) -> None:
+        """A release that needs these, and the directories that the node's data expects."""
+        both = {"paths": [str(self.node.used), *paths]}
+        marker = {"schema": 1, "current": both, "previous": {"paths": [str(self.node.before)]}}
+        (self.node.data / "releases/pair.json").write_text(json.dumps(marker))
+
+    def unused(self, **more: Any) -> set[str]:
+        rows = self.node.run("listed", **more)["unused"]
+        found = {Path(row["path"]).stem for row in rows if "engram-" in row["path"]}
+        return {name.removeprefix("volume:sparkfleet-").removeprefix("sparkfleet-") for name in found}
+
+    def left(self) -> set[str]:
+        return {path.name for path in self.exports_d.iterdir()} | set(self.docker.volumes)
+
+
+@pytest.fixture
+def shared(node: Node, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Shares:
+    return Shares(node, tmp_path, monkeypatch)
+
+
+def test_a_share_that_no_release_needs_is_listed_and_goes_with_its_tree(shared: Shares) -> None:
+    given = proven(shared.node.data / "engram/o--e" / ONE)
+    shared.uses(f"export:{TWO}", f"volume:sparkfleet-{TWO}")
+    before = shared.left()
+    listed, predicted = shared.node.run("listed"), shared.node.run(check=True)
+    rows = {row["path"]: row["what"] for row in listed["unused"]}
+    file = shared.exports_d / nfs.export_file(ONE)
+    assert rows[str(file)] == f"NFS export of {given} to 10.77.0.2"
+    assert rows[f"volume:sparkfleet-{ONE}"] == "Docker volume over NFS"
+    assert str(given) in rows, "an export that goes holds its tree no more"
+    assert shared.unused() == {ONE}
+    assert predicted["changed"] and names(predicted) == names(listed)
+    assert shared.left() == before and shared.taken == []
+    removed = shared.node.run()
+    assert removed["changed"] and names(removed) == names(listed)
+    assert before - shared.left() == {file.name, f"sparkfleet-{ONE}"}, (
+        "of others and of other roles all is there"
+    )
+    assert shared.taken == [["exportfs", "-u", f"10.77.0.2:{given}"]]
+    assert not given.exists()
+    assert not shared.node.run()["changed"]
+
+
+def test_who_needs_a_share_keeps_it(shared: Shares) -> None:
+    assert shared.unused() == {ONE, TWO}
+    assert shared.unused(keep=[f"export:{ONE}", f"volume:sparkfleet-{ONE}"]) == {TWO}
+    (shared.clients / "7").mkdir(parents=True)
+    (shared.clients / "7/info").write_text('clientid: 0x1\naddress: "10.77.0.2:790"\nname: "x"\n')
+    rows = {row["path"] for row in shared.node.run("listed")["unused"]}
+    assert not any(path.endswith(".exports") for path in rows), "a client reads from it"
+    (shared.clients / "7/info").write_text('address: "10.77.0.20:790"\n')
+    assert shared.unused() == {ONE, TWO}
+    shared.docker.containers = [
+        {"Names": ["/r"], "Mounts": [{"Type": "volume", "Name": f"sparkfleet-{ONE}", "Source": "/var/lib/x"}]}
+    ]
+    mounts = [{"source": f"sparkfleet-{TWO}", "target": "/engram"}]
+    (shared.node.launches / "pair/launch.json").write_text(json.dumps({"container": {"mounts": mounts}}))
+    rows = {row["path"] for row in shared.node.run("listed")["unused"]}
+    assert not any(path.startswith("volume:") for path in rows)
+
+
+def test_a_volume_that_is_taken_meanwhile_is_an_error(shared: Shares) -> None:
+    shared.docker.busy = True
+    assert "is in use" in shared.node.run()["msg"]
+    assert shared.node.old.exists(), "shares first"
