@@ -11,6 +11,7 @@ from .host_io import Host, Refusal, meminfo, text_diff, unit_state
 from .memory_guard import (
     DROP_IN_HEAD,
     KILLER_UNITS,
+    OOMD_UNITS,
     RECORDS,
     Killer,
     PolicyError,
@@ -63,8 +64,6 @@ WantedBy=multi-user.target
 
 #: Killers that a drop-in can adjust.
 ADJUSTED = ("earlyoom.service", "systemd-oomd.service")
-#: Units above the ranks for which systemd-oomd may have been told to kill.
-OOMD_UNITS = ("-.slice", "system.slice", "docker.service")
 
 
 def find_killers(host: Host, redline_gib: float, floor_gib: float = 2.0) -> list[Killer]:

@@ -346,6 +346,10 @@ KILLER_UNITS = (
 )
 
 
+#: Units above the ranks for which systemd-oomd may have been told to kill.
+OOMD_UNITS = ("-.slice", "system.slice", "docker.service")
+
+
 def earlyoom_floor(arguments: str, total_bytes: int) -> float:
     """GiB of MemAvailable at which earlyoom sends SIGTERM. It also waits for swap to be under its own limit;
     on a node without swap that is always so. `-m 10` percent is its default, `-M` is in KiB; with both the lower
@@ -409,7 +413,7 @@ def judge_killer(
             unit, floor, f"acts at {floor:.1f} GiB, before the redline of {redline_gib:g} GiB", remedy
         )
     if unit == "systemd-oomd.service":
-        risky = [name for name in managed if name in ("-.slice", "system.slice", "docker.service")]
+        risky = [name for name in managed if name in OOMD_UNITS]
         if not risky:
             return Killer(unit, None)
         off = "ManagedOOMSwap=auto\nManagedOOMMemoryPressure=auto\n"

@@ -17,6 +17,7 @@ from typing import Any
 
 from . import rail_firewall, rails
 from .disk_needs import lacking
+from .memory_guard import judge_killer
 from .rails import Refusal
 
 GIB = 1024**3
@@ -123,6 +124,9 @@ class Options:
     takeover: bool = False
     open_firewall: bool = False
     rdma_mtu: int = 4096
+    #: What the guard will do about other killers (`guard_killers`), and the redline that they must stay under.
+    killers: str = "refuse"
+    redline_gib: float = 4.0
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Options:
@@ -644,23 +648,36 @@ def _secrets(node: str, probe: Mapping[str, Any], options: Options) -> list[Refu
     return found
 
 
-def _killers(node: str, probe: Mapping[str, Any]) -> list[Refusal]:
+def _killers(node: str, probe: Mapping[str, Any], options: Options) -> list[Refusal]:
+    """Other programs that end processes for memory, judged as the guard judges them."""
     found = []
+    total = int((probe.get("memory") or {}).get("total_bytes") or 0)
     for row in (probe.get("systemd") or {}).get("memory_killers") or []:
-        if row.get("active"):
-            # systemd-oomd is on by default on Ubuntu and only acts on units that ask for it.
-            mild = row["unit"] == "systemd-oomd.service"
-            found.append(
-                Refusal(
-                    "memory-killer",
-                    node,
-                    f"{row['unit']} is active",
-                    "one memory killer only, the guard of this collection",
-                    f"systemctl disable --now {row['unit']}; or accept it here and let guard_killers decide",
-                    warnable=True,
-                    level="warn" if mild else "fail",
-                )
+        if not row.get("active"):
+            continue
+        killer = judge_killer(
+            row["unit"],
+            argv=row.get("argv") or (),
+            total_bytes=total,
+            redline_gib=options.redline_gib,
+            managed=row.get("managed") or (),
+        )
+        settled = options.killers == "disable" or (options.killers == "adjust" and killer.remedy)
+        if not killer.conflict or settled:
+            continue
+        found.append(
+            Refusal(
+                "memory-killer",
+                node,
+                f"{row['unit']} is active and {killer.conflict}",
+                "one memory killer only, the guard of this collection",
+                f"systemctl disable --now {row['unit']}; or guard_killers: "
+                + ("adjust, " if killer.remedy else "")
+                + "disable, or report, which accepts it",
+                warnable=True,
+                level="warn" if options.killers == "report" else "fail",
             )
+        )
     return found
 
 
@@ -781,7 +798,7 @@ def node_refusals(
         *_firewall(node, plan, probe, options),
         *_docker(node, probe, options),
         *_ports(node, probe, options),
-        *_killers(node, probe),
+        *_killers(node, probe, options),
         *_memory(node, probe, options),
         *_fragmented(node, probe, options),
         *_disk(node, member.rank, probe, options),

@@ -8,6 +8,7 @@ import socket
 import struct
 from typing import Any
 
+from ..memory_guard import KILLER_UNITS, OOMD_UNITS
 from .reader import Reader
 
 UNITS = (
@@ -29,24 +30,12 @@ UNITS = (
     "ufw.service",
     "nfs-server.service",
     "unattended-upgrades.service",
-    "earlyoom.service",
-    "systemd-oomd.service",
-    "nohang.service",
-    "nohang-desktop.service",
-    "dgx-anti-oom.service",
+    *KILLER_UNITS,
     "sparkfleet-peer.service",
     "sparkfleet-guard.service",
     "sparkfleet-gpu-clocks.service",
     "gpu-clock-lock.service",
     "spark-gpu-clock-lock.service",
-)
-# Only one memory killer may own the ranks (hosts.md 3.3): a second one stops them without a word to the pair.
-KILLERS = (
-    "earlyoom.service",
-    "systemd-oomd.service",
-    "nohang.service",
-    "nohang-desktop.service",
-    "dgx-anti-oom.service",
 )
 
 
@@ -87,7 +76,8 @@ def read_systemd(reader: Reader) -> dict[str, Any]:
     if default is None:
         default = reader.link_tail("/lib/systemd/system/default.target")
     killers = []
-    for name in KILLERS:
+    # Only one may own the ranks (hosts.md 3.3): a second one stops them without a word to the pair.
+    for name in KILLER_UNITS:
         row = units.get(name)
         if row is None or row["load"] != "loaded":
             continue
@@ -95,9 +85,10 @@ def read_systemd(reader: Reader) -> dict[str, Any]:
         killers.append(
             {
                 "unit": name,
-                "active": row["active"] == "active",
+                "active": row["active"] in ("active", "activating"),
                 "enabled": row["enabled"],
-                "command": command.replace("\0", " ").strip() if command else None,
+                "argv": command.rstrip("\0").split("\0") if command else [],
+                "managed": managed_by_oomd(reader) if name == "systemd-oomd.service" else [],
             }
         )
     return {
@@ -106,6 +97,18 @@ def read_systemd(reader: Reader) -> dict[str, Any]:
         "units": {name: row for name, row in sorted(units.items()) if row["load"] != "not-found"},
         "memory_killers": killers,
     }
+
+
+def managed_by_oomd(reader: Reader) -> list[str]:
+    """Of the units above the ranks, those in which systemd-oomd may kill."""
+    found = []
+    for name in OOMD_UNITS:
+        answer = reader.run(
+            ["systemctl", "show", "-p", "ManagedOOMSwap,ManagedOOMMemoryPressure", "--", name]
+        )
+        if "=kill" in answer.stdout:
+            found.append(name)
+    return found
 
 
 def hex_address(text: str) -> str:

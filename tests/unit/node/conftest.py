@@ -26,6 +26,7 @@ class TreeHost(Host):
         super().__init__(str(root))
         self.calls: list[list[str]] = []
         self.units: dict[str, dict[str, str]] = {}
+        self.unit("sparkfleet-gpu-clocks.service")["ActiveState"] = "active"
         self.on_start: Any = None
         self.userspace = ""
         self.addresses = {"enp1s0f0np0": "10.77.0.1", "enP2p1s0f0np0": "10.77.0.5"}

@@ -73,9 +73,14 @@ def test_the_broken_kernel_is_refused(node: TreeHost, api: DockerApi) -> None:
     assert names_that_fail(node, api) == {}
 
 
-def test_a_failed_clock_unit_is_refused(node: TreeHost, api: DockerApi) -> None:
-    node.unit("sparkfleet-gpu-clocks.service")["ActiveState"] = "failed"
+@pytest.mark.field("B28", "B33")
+@pytest.mark.parametrize("state", ["failed", "inactive", "activating"])
+def test_a_clock_unit_that_has_not_run_is_refused(state: str, node: TreeHost, api: DockerApi) -> None:
+    """Stopped by hand counts as well; a node without our unit has decided for itself."""
+    node.unit("sparkfleet-gpu-clocks.service").update({"LoadState": "loaded", "ActiveState": state})
     assert "clocks" in names_that_fail(node, api)
+    node.unit("sparkfleet-gpu-clocks.service").update({"LoadState": "not-found", "ActiveState": "inactive"})
+    assert "clocks" not in names_that_fail(node, api)
 
 
 @pytest.mark.field("T03", "T08")

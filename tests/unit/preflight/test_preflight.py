@@ -239,15 +239,34 @@ def test_memory_that_the_driver_keeps_is_called_by_its_name() -> None:
     assert "driver keeps" in rows[0].remedy
 
 
+EARLYOOM = {"unit": "earlyoom.service", "active": True, "argv": ["earlyoom", "-m", "10"]}
+OOMD = {"unit": "systemd-oomd.service", "active": True, "managed": ["-.slice"]}
+FOREIGN = {"unit": "dgx-anti-oom.service", "active": True, "argv": ["anti-oom"]}
+
+
 @pytest.mark.field("B41")
-def test_memory_killers() -> None:
-    assert found(systemd={"memory_killers": [{"unit": "earlyoom.service", "active": True}]}) == {
-        "memory-killer": "fail"
-    }
-    assert found(systemd={"memory_killers": [{"unit": "systemd-oomd.service", "active": True}]}) == {
-        "memory-killer": "warn"
-    }
-    assert found(systemd={"memory_killers": [{"unit": "earlyoom.service", "active": False}]}) == {}
+@pytest.mark.parametrize(
+    ("killer", "policy", "level"),
+    [
+        (EARLYOOM, "refuse", "fail"),
+        (EARLYOOM, "report", "warn"),
+        (EARLYOOM, "adjust", None),
+        (EARLYOOM, "disable", None),
+        (EARLYOOM | {"argv": ["earlyoom", "-m", "2,1"]}, "refuse", None),
+        (EARLYOOM | {"active": False}, "refuse", None),
+        (OOMD, "refuse", "fail"),
+        (OOMD, "adjust", None),
+        (OOMD | {"managed": []}, "refuse", None),
+        (FOREIGN, "adjust", "fail"),
+        (FOREIGN, "disable", None),
+    ],
+)
+def test_memory_killers_are_judged_as_the_guard_judges_them(
+    killer: dict[str, Any], policy: str, level: str | None
+) -> None:
+    """Preflight comes first: what it refuses, `guard_killers` could never settle."""
+    seen = found(Options(killers=policy), systemd={"memory_killers": [killer]})
+    assert seen == ({"memory-killer": level} if level else {})
 
 
 @pytest.mark.field("B67")
