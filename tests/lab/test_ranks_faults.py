@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from lab.fault import switch
 from lab.testing import Node, eventually, lab, nodes
 from tests.proof.prove import ROOT, Run, play
 
@@ -439,6 +440,28 @@ def test_a_rank_that_dies_while_it_loads_ends_the_start_at_once(pair: Pair) -> N
         refused("restart", "137")
         assert time.monotonic() - begin < 180, "not after the half hour that a load may take"
         assert nothing_runs(pair)
+
+
+def test_rails_cut_while_the_engine_loads_end_the_start(pair: Pair) -> None:
+    """The guards find it, since neither engine would ever end; nothing is retried behind the owner's back."""
+    before = {name: starts(node) for name, node in pair.items()}
+    with faulty(pair.values(), "engine-load", "400"), ThreadPoolExecutor() as pool:
+        begun = time.time()
+        start = pool.submit(run, "restart")
+        eventually(
+            lambda: agent(pair[HEAD]).get("phase") == "running" and float(agent(pair[HEAD])["since"]) > begun,
+            "the head's rank to be started",
+            150,
+        )
+        switch(lab(), "cut-rail")
+        try:
+            done = start.result()
+        finally:
+            switch(lab(), "cut-rail", on=False)
+    text = " ".join(done.output.split())
+    assert done.rc == 2 and "has not answered on any rail for" in text, text[-4000:]
+    assert nothing_runs(pair)
+    assert {name: starts(node) - before[name] for name, node in pair.items()} == {HEAD: 1, WORKER: 1}
 
 
 # -- nodes that restart, with start on boot

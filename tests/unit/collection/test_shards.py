@@ -39,7 +39,11 @@ def test_every_lab_test_is_in_a_shard() -> None:
 
 def test_all_is_all() -> None:
     text = (ROOT / "tests/run").read_text()
-    lists = {name: words.split() for name, words in re.findall(r"^(DEFAULT|ALL|ROTATION)=\((.*)\)$", text, re.M)}
+    lists = {
+        name: words.split() for name, words in re.findall(r"^(DEFAULT|ALL|ROTATION)=\((.*)\)$", text, re.M)
+    }
     assert set(lists["ALL"]) | {"faults"} == set(shards()), "`faults` is a part of the shard `ranks`"
     assert set(lists["DEFAULT"]) <= set(shards())
-    assert set(lists["ROTATION"]) <= set(lists["ALL"]) - set(lists["DEFAULT"]), "`make test` runs those anyhow"
+    assert set(lists["ROTATION"]) <= set(lists["ALL"]) - set(lists["DEFAULT"]), (
+        "`make test` runs those anyhow"
+    )
