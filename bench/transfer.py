@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -85,6 +84,14 @@ assert tree.prove(root, tree.inspect(root, files, tree.Proof()), tree.Proof(), l
 print(time.monotonic() - start)
 """
 
+#: Every way is timed on the receiver itself: how long the machine takes to begin a command there is no part of a copy.
+TIMED = """
+import subprocess, sys, time
+start = time.monotonic()
+subprocess.run(["sh", "-c", sys.argv[1]], check=True)
+print(time.monotonic() - start)
+"""
+
 
 def shell(node: Node, text: str) -> str:
     return node.text("sh", "-c", text)
@@ -106,7 +113,7 @@ def prepare(source: Node, target: Node, count: int, megabytes: int) -> list[dict
     for name in ("tree.py", "fabric_copy.py"):
         text = (REPOSITORY / "plugins/module_utils" / name).read_text(encoding="utf-8")
         target.write(f"/var/lib/sparkfleet/bench/lib/pkg/{name}", text)
-    for name, text in (("pull.py", PULL), ("hash.py", HASH), ("receive.py", RECEIVE)):
+    for name, text in (("pull.py", PULL), ("hash.py", HASH), ("receive.py", RECEIVE), ("timed.py", TIMED)):
         target.write(f"/var/lib/sparkfleet/bench/{name}", text)
     source.write("/var/lib/sparkfleet/bench/send.py", SEND)
     target.write("/var/lib/sparkfleet/bench/files.json", json.dumps(files))
@@ -175,24 +182,22 @@ def rows(source: Node, target: Node, count: int) -> dict[str, Callable[[], float
     def ours() -> float:
         return float(shell(target, f"python3 {bench}/pull.py {bench}/files.json {TO} 29990"))
 
+    def timed(command: str) -> float:
+        return float(target.text("python3", f"{bench}/timed.py", command).split()[-1])
+
     def share() -> float:
-        start = time.monotonic()
         pulls = " & ".join(f"rsync rsync://{SOURCE}:29990/tree/{number} {TO}/" for number in range(count))
-        shell(target, f"{pulls} & wait")
-        return time.monotonic() - start
+        return timed(f"{pulls} & wait")
 
     def share_then_hash() -> float:
         return share() + float(shell(target, f"python3 {bench}/hash.py {bench}/files.json {TO}"))
 
     def ssh() -> float:
-        start = time.monotonic()
-        shell(
-            target,
+        return timed(
             "rsync -r -e 'ssh -i /root/.ssh/bench -o StrictHostKeyChecking=no -o "
             "UserKnownHostsFile=/dev/null -q' "
-            f"spark@{SOURCE}:{FROM}/ {TO}/",
+            f"spark@{SOURCE}:{FROM}/ {TO}/"
         )
-        return time.monotonic() - start
 
     return {
         RAW: raw,
@@ -212,7 +217,7 @@ def main() -> int:
     options = parser.parse_args()
     source, target = nodes()
     try:
-        prepare(source, target, options.files, options.megabytes)
+        files = prepare(source, target, options.files, options.megabytes)
         if options.rate:
             shell(source, f"tc qdisc add dev {RAIL} root tbf rate {options.rate} burst 4mb latency 100ms")
         ratios: dict[str, float] = {}
@@ -224,6 +229,9 @@ def main() -> int:
             for _ in range(options.runs):
                 shell(target, f"rm -rf {TO}; mkdir -p {TO}")
                 taken.append(measure())
+                came = sum(int(size) for size in shell(target, f"stat -c %s {TO}/*").split())
+                if came != sum(file["size"] for file in files):
+                    raise SystemExit(f"{name}: {came} bytes came")
             median = statistics.median(taken)
             reference = reference or median
             ratios[name] = reference / median
