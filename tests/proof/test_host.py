@@ -508,7 +508,8 @@ def test_holds_of_the_owner_are_not_lifted() -> None:
         patterns = [*defaults["package_holds_patterns"], free]
         kept = module("spark-2", "package_holds", patterns=patterns)["holds"]
         assert set(kept["ours"]) == ours and kept["others"] == [free]
-        assert module("spark-2", "package_holds", state="released")["changed"]
+        lifted = module("spark-2", "package_holds", state="released")
+        assert lifted["changed"], lifted
         assert on("spark-2", "apt-mark", "showhold").split() == [free], "ours are lifted, theirs is not"
     finally:
         on("spark-2", "apt-mark", "unhold", free)
