@@ -19,10 +19,9 @@ options:
     choices: [held, released]
     default: held
   patterns:
-    description: Shell patterns of package names. None of them installs anything.
+    description: Shell patterns of package names. None of them installs anything. Needed to hold; a release goes by its own record.
     type: list
     elements: str
-    required: true
 attributes:
   check_mode:
     support: full
@@ -59,15 +58,16 @@ def main() -> None:
     module = AnsibleModule(
         argument_spec={
             "state": {"type": "str", "choices": ["held", "released"], "default": "held"},
-            "patterns": {"type": "list", "elements": "str", "required": True},
+            "patterns": {"type": "list", "elements": "str"},
         },
+        required_if=[("state", "held", ["patterns"])],
         supports_check_mode=True,
     )
     try:
         result = ensure(
             Host(),
             held=module.params["state"] == "held",
-            patterns=module.params["patterns"],
+            patterns=module.params["patterns"] or [],
             check=module.check_mode,
         )
     except Refusal as refusal:
