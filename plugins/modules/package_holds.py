@@ -19,7 +19,9 @@ options:
     choices: [held, released]
     default: held
   patterns:
-    description: Shell patterns of package names. None of them installs anything. Needed to hold; a release goes by its own record.
+    description:
+      - Shell patterns of package names. None of them installs anything.
+      - Needed to hold; a release goes by its own record.
     type: list
     elements: str
 attributes:
