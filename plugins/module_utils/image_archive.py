@@ -263,8 +263,19 @@ def keep(passing: Path, target: Path) -> None:
     target.chmod(0o644)
 
 
-def config_of(read: Callable[[str], bytes], digest: str, diff_ids: Sequence[str]) -> str:
-    """The configuration behind a digest: of itself, of a manifest, or of an index; empty where there is none.
+@dataclass(frozen=True)
+class Described:
+    """What a content store says of an image: its configuration, and the digests that its manifest gives its layers.
+
+    ``blobs`` is empty where no manifest is between the name and the configuration.
+    """
+
+    config: str = ""
+    blobs: tuple[str, ...] = ()
+
+
+def described(read: Callable[[str], bytes], digest: str, diff_ids: Sequence[str]) -> Described:
+    """The image behind a digest: of a configuration, of a manifest, or of an index; empty where there is none.
 
     ``read`` gives the bytes of a blob by its digest and raises OSError for one that is not there.
     """
@@ -272,12 +283,17 @@ def config_of(read: Callable[[str], bytes], digest: str, diff_ids: Sequence[str]
         data = read(bare(digest))
         raw = json.loads(data.decode("utf-8"))
     except (OSError, ValueError):
-        return ""
+        return Described()
     if same_config(data, diff_ids):
-        return data.decode("utf-8")
-    below = [raw["config"]] if "config" in raw and "layers" in raw else raw.get("manifests") or []
-    found = (config_of(read, str(one.get("digest", "")), diff_ids) for one in below)
-    return next((text for text in found if text), "")
+        return Described(data.decode("utf-8"))
+    manifest = "config" in raw and "layers" in raw
+    for one in [raw["config"]] if manifest else raw.get("manifests") or []:
+        found = described(read, str(one.get("digest", "")), diff_ids)
+        if found.config and manifest:
+            return Described(found.config, tuple(bare(str(row["digest"])) for row in raw["layers"]))
+        if found.config:
+            return found
+    return Described()
 
 
 def lay_down(

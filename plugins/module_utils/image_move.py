@@ -13,21 +13,22 @@ import subprocess
 import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any, Callable, cast
 
-from .docker_api import DockerApi, DockerNotFound, Stream
+from .docker_api import DockerApi, DockerApiError, DockerNotFound, DockerStreamError, Stream
 from .fabric_copy import SizeWatch, Source, pull, runner
 from .image_archive import (
     BLOBS,
     COMING,
     Blob,
+    Described,
     Holding,
     Laid,
     Layer,
     archive,
     bare,
     chain_ids,
-    config_of,
+    described,
     keep,
     kind_of,
     lay_down,
@@ -86,15 +87,15 @@ def read_kind(path: Path) -> str:
     return "" if start.startswith(b"{") else kind_of(start)
 
 
-def content_blobs(info: Mapping[str, Any]) -> dict[str, Blob]:
-    """The layers in Docker's content store. Empty where containerd does not tell: then every layer is brought."""
+def content_blobs(info: Mapping[str, Any]) -> dict[str, Blob] | None:
+    """The layers in Docker's content store; None where containerd does not tell: then every layer is brought."""
     containerd = info.get("Containerd") or {}
     addresses = [str(containerd.get("Address") or ""), *CONTAINERD_SOCKETS]
     address = next((item for item in addresses if item and Path(item).exists()), "")
     namespace = str((containerd.get("Namespaces") or {}).get("Containers") or NAMESPACE)
     ctr = shutil.which("ctr", path="/usr/local/bin:/usr/bin:/bin")
-    if not ctr or not address:
-        return {}
+    if not ctr or not address or not CONTENT_ROOT.is_dir():
+        return None
     done = subprocess.run(
         [ctr, "--address", address, "--namespace", namespace, "content", "ls"],
         capture_output=True,
@@ -103,7 +104,7 @@ def content_blobs(info: Mapping[str, Any]) -> dict[str, Blob]:
         timeout=60,
     )
     if done.returncode:
-        return {}
+        return None
     found = {}
     for diff_id, digest in parse_content(done.stdout).items():
         path = CONTENT_ROOT / BLOBS / digest
@@ -119,7 +120,7 @@ def holding(api: DockerApi) -> Holding:
     """What this node has of images."""
     info = api.info()
     if uses_containerd(info):
-        return Holding(True, frozenset(), content_blobs(info))
+        return Holding(True, frozenset(), content_blobs(info) or {})
     chains: set[str] = set()
     for row in api.image_list():
         with contextlib.suppress(DockerNotFound):  # removed since it was listed
@@ -171,7 +172,7 @@ def export(
     diff_ids = (image.get("RootFS") or {}).get("Layers") or []
     if uses_containerd(info):
         laid = from_store(
-            content_blobs(info), str(image["Id"]), diff_ids, root=root, needed=needed, progress=progress
+            content_blobs(info) or {}, str(image["Id"]), diff_ids, root=root, needed=needed, progress=progress
         )
         if laid is not None:
             return laid
@@ -191,6 +192,11 @@ def open_folders(root: Path) -> None:
         Path(folder).chmod(0o755)
 
 
+def store_reader(store: Path) -> Callable[[str], bytes]:
+    """Reads a blob of a content store by its digest."""
+    return lambda digest: (store / BLOBS / digest).read_bytes()
+
+
 def from_store(
     blobs: Mapping[str, Blob],
     identity: str,
@@ -203,14 +209,15 @@ def from_store(
 ) -> Laid | None:
     """Lay down from the blobs of a content store; None where it has not all that is needed."""
     wanted = dict.fromkeys(bare(item) for item in diff_ids if bare(item) in {bare(one) for one in needed})
-    config = config_of(lambda digest: (store / BLOBS / digest).read_bytes(), identity, diff_ids)
-    if not config or not set(wanted) <= set(blobs):
+    known = described(store_reader(store), identity, diff_ids)
+    have = forms(blobs, known, diff_ids, store)
+    if not known.config or not set(wanted) <= set(have):
         return None
     folder = root / BLOBS
     folder.mkdir(parents=True, exist_ok=True)
     layers = []
     for diff_id in wanted:
-        with (store / BLOBS / blobs[diff_id].digest).open("rb") as source:
+        with (store / BLOBS / have[diff_id].digest).open("rb") as source:
             name, size = unpack(source, folder / COMING, progress.add)
         if name != diff_id:
             raise ImageError(
@@ -220,7 +227,7 @@ def from_store(
         keep(folder / COMING, folder / name)
         layers.append(Layer(name, size))
     open_folders(root)
-    return Laid(config, tuple(layers))
+    return Laid(known.config, tuple(layers))
 
 
 def bring(
@@ -286,6 +293,105 @@ def bring(
                     "away meanwhile. Remove the image here and run again"
                 )
     return report.needed_bytes
+
+
+# -- an image that is in parts ---------------------------------------------------------------------------------
+#
+# A pull into the containerd store, and so a build upon a base that it pulls, fetches no layer whose snapshot is there
+# already, such as one of an image that was moved here in its plain form. What comes of it runs from its snapshots. But
+# its manifest names bytes that the store does not have: Docker leaves it out of its lists and saves none of its layers.
+
+
+def forms(
+    blobs: Mapping[str, Blob], known: Described, diff_ids: Sequence[str], store: Path
+) -> dict[str, Blob]:
+    """Diff id to the form in which a layer of this image lies in the store, by its manifest and by what is known."""
+    found = dict(blobs)
+    if len(known.blobs) == len(diff_ids):
+        for diff_id, digest in zip(diff_ids, known.blobs):
+            path = store / BLOBS / digest
+            with contextlib.suppress(OSError):
+                found[bare(diff_id)] = Blob(digest, path.stat().st_size, read_kind(path))
+    return found
+
+
+def refuse_unpacked_only(found: Mapping[str, Blob], diff_ids: Sequence[str], what: str) -> None:
+    """Refuse an image of which the containerd store has a layer as a snapshot alone."""
+    lost = Holding(True, frozenset(), found).lacks(diff_ids)
+    if lost:
+        raise ImageError(
+            f"this node's image store has {len(lost)} of {len(diff_ids)} layers of {what} unpacked only (the first is "
+            f"{lost[0][:12]}): the image that brought their bytes was removed, and a pull does not fetch what is "
+            "unpacked. What is made of them could not be moved, and Docker would not list it. Remove here what has "
+            "these layers (docker rmi, then docker image prune) and run again, or name another builder by image_builder"
+        )
+
+
+def name_whole(api: DockerApi, found: str, reference: str, *, store: Path = CONTENT_ROOT) -> bool:
+    """Give the image ``found`` its name; True when it took a manifest of its own to do so.
+
+    That manifest names each layer in the form in which it lies in the store, as one that is moved here has it. Where
+    containerd does not tell what it has, the name alone is given.
+
+    :raises ImageError: a layer lies there in no form.
+    """
+
+    def look(name: str) -> tuple[Described, list[str]]:
+        image = api.image_inspect(name)
+        layers = (image.get("RootFS") or {}).get("Layers") or []
+        return described(store_reader(store), str(image["Id"]), layers), layers
+
+    def absent(one: Described) -> list[str]:
+        return [digest for digest in one.blobs if not (store / BLOBS / digest).is_file()]
+
+    info = api.info()
+    blobs = content_blobs(info) if uses_containerd(info) else None
+    known, diff_ids = look(found) if blobs is not None else (Described(), [])
+    if blobs is None or not absent(known):
+        repo, _colon, tag = reference.rpartition(":")
+        api.image_tag(found, repo, tag)
+        return False
+    have = forms(blobs, known, diff_ids, store)
+    refuse_unpacked_only(have, diff_ids, reference)
+    api.image_load(archive(store, reference, known.config, [], Holding(True, frozenset(), have)))
+    lost = absent(look(reference)[0])
+    if lost:
+        api.image_remove(reference)
+        raise ImageError(
+            f"the bytes {lost[0][:12]} of a layer of {reference} were cleared away while it was given its name. "
+            "Run again"
+        )
+    return True
+
+
+def prepare_base(
+    api: DockerApi,
+    base: str,
+    on_line: Callable[[str], None] | None = None,
+    *,
+    store: Path = CONTENT_ROOT,
+) -> None:
+    """Have the base of a build here, under the containerd store with bytes for each of its layers.
+
+    :raises ImageError: a layer of it lies there in no form, or the base cannot be pulled.
+    """
+    try:
+        image = api.image_inspect(base)
+    except DockerNotFound:
+        try:
+            api.image_pull(base, on_line=on_line)
+        except (DockerStreamError, DockerApiError) as exc:
+            raise ImageError(
+                f"the base image {base} is not here and cannot be pulled: {exc}. Correct image_base, or bring the base "
+                "to this node"
+            ) from exc
+        image = api.image_inspect(base)
+    info = api.info()
+    blobs = content_blobs(info) if uses_containerd(info) else None
+    if blobs is not None:
+        layers = (image.get("RootFS") or {}).get("Layers") or []
+        known = described(store_reader(store), str(image["Id"]), layers)
+        refuse_unpacked_only(forms(blobs, known, layers, store), layers, base)
 
 
 def clean(root: Path) -> None:

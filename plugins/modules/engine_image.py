@@ -232,7 +232,16 @@ from ..module_utils.image_identity import (
     refuse_architecture,
 )
 from ..module_utils.image_keep import Own, judge, own_images, releases
-from ..module_utils.image_move import bring, clean, docker_root, export, holding, stage_dir
+from ..module_utils.image_move import (
+    bring,
+    clean,
+    docker_root,
+    export,
+    holding,
+    name_whole,
+    prepare_base,
+    stage_dir,
+)
 from ..module_utils.tree import Progress, TreeError, refuse_space
 from ..module_utils.weights_module import (
     DOCKER_ARGS,
@@ -343,6 +352,7 @@ def build(api: DockerApi, params: dict[str, Any], progress: Progress) -> None:
     passing = f"{params['name']}:building-{params['content'][:12]}"
     args = {str(key): str(value) for key, value in params["build_args"].items()}
     args["BASE_IMAGE"] = params["base"]
+    prepare_base(api, params["base"], progress.line)
     try:
         with Path(params["context_tar"]).open("rb") as context:
             api.image_build(
@@ -369,7 +379,7 @@ def build(api: DockerApi, params: dict[str, Any], progress: Progress) -> None:
         ) from exc
     try:
         smoke(api, passing, params["smoke"])
-        api.image_tag(passing, params["name"], params["content"][:12])
+        name_whole(api, passing, params["reference"])
     finally:
         with contextlib.suppress(DockerError):
             api.image_remove(passing)
@@ -404,7 +414,8 @@ def fetch(api: DockerApi, params: dict[str, Any], node: str, progress: Progress)
                     "from this one, or let it be built"
                 )
             smoke(api, wanted, params["smoke"])
-            api.image_tag(wanted, params["name"], params["content"][:12])
+            if name_whole(api, wanted, params["reference"]) and not had:
+                api.image_remove(wanted)
     except ImageError:
         if not had:
             with contextlib.suppress(DockerError):

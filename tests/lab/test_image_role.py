@@ -74,8 +74,20 @@ def bare(node: Node) -> None:
 
 
 def forget(node: Node) -> None:
-    """Every image away."""
+    """Every image away, and from containerd what Docker does not list of it."""
     node.run("sh", "-c", "docker images -aq --no-trunc | sort -u | xargs -r docker rmi -f")
+    for what in ("images", "leases"):
+        node.text("sh", "-c", f"ctr -n moby {what} ls -q | xargs -r ctr -n moby {what} rm --sync")
+
+
+def whole(node: Node, name: str) -> bool:
+    """Whether the node can give every layer of the image: ``docker save`` is silent about what it leaves out."""
+    node.text("docker", "save", "-o", "/root/whole.tar", name)
+    members = node.text("tar", "tf", "/root/whole.tar").split()
+    (said,) = json.loads(node.text("tar", "xOf", "/root/whole.tar", "manifest.json") or "[{}]")
+    node.text("rm", "/root/whole.tar")
+    layers = said.get("Layers") or []
+    return len(layers) == len(inspect(node, name)["RootFS"]["Layers"]) and set(layers) <= set(members)
 
 
 def run(context: Path, *extra: str, **variables: object) -> Run:
@@ -145,7 +157,7 @@ def test_built_once_moved_once_then_nothing(pair: list[Node], context: Path) -> 
         == "base"
     )
     # The store is whole: what was not moved is there as well (a containerd store can have an image in parts).
-    worker.text("sh", "-c", f"docker save lab/engine:{tag} > /dev/null")
+    assert whole(worker, f"lab/engine:{tag}")
     nothing_passing(pair)
 
 
@@ -182,10 +194,39 @@ def test_one_patch_changed_builds_once_and_moves_one_layer(
         assert set(tags(head)) == set(tags(worker))
         assert len(tags(head)) == number + 1
         name = f"lab/engine:{tag_of(context, patch)}"
-        receiver.text("sh", "-c", f"docker save {name} > /dev/null")
+        assert all(whole(node, name) for node in pair)
         said = receiver.text("docker", "run", "--rm", "--network=none", name, "cat", "/applied")
         assert said == f"base\nchange {number}"
     nothing_passing(pair)
+
+
+@pytest.mark.field("B70")
+def test_an_image_built_upon_moved_layers_outlives_what_brought_them(
+    pair: list[Node], context: Path, tmp_path: Path
+) -> None:
+    """The containerd node built the last one upon snapshots of the first: a pull brought no bytes of the base."""
+    worker = pair[1]
+    (newest, *others) = tags(worker)
+    worker.text("docker", "rmi", *(f"lab/engine:{tag}" for tag in others))
+    assert whole(worker, f"lab/engine:{newest}")
+    assert (
+        worker.text("docker", "run", "--rm", "--network=none", f"lab/engine:{newest}", "cat", "/jobs") == "1"
+    )
+
+    # Without it, only snapshots of the base are left.
+    worker.text("docker", "rmi", f"lab/engine:{newest}")
+    assert "moby-dangling" not in worker.text("ctr", "-n", "moby", "images", "ls", "-q")
+    patch = tmp_path / "3.patch"
+    patch.write_text("change 3\n")
+    variables: dict[str, Any] = {"image_patches": [str(patch)], "image_builder": "spark-2"}
+    done = run(context, **variables)
+    refused(done, "spark-2:", f"layers of {BASE} unpacked only", "docker rmi, then docker image prune")
+    assert not done.changed()
+    assert tags(worker) == []
+    worker.text("sh", "-c", f"docker rmi {BASE} && docker image prune -f")
+    done = run(context, **variables)
+    assert did(done) == {("spark-2", BUILD), ("spark-1", BRING)}, done.output
+    assert all(whole(node, f"lab/engine:{tag_of(context, patch)}") for node in pair)
 
 
 def test_a_move_that_was_cut_goes_on_where_it_was(pair: list[Node], context: Path) -> None:
