@@ -296,8 +296,16 @@ def described(read: Callable[[str], bytes], digest: str, diff_ids: Sequence[str]
     return Described()
 
 
+def incomplete(what: str) -> ImageError:
+    """The refusal of an image store that has less than it names."""
+    return ImageError(
+        f"Docker names the image, but what it saves {what}: this node's image store is incomplete. "
+        "Remove the image here and build or bring it again"
+    )
+
+
 def lay_down(
-    tar: tarfile.TarFile,
+    stream: IO[bytes],
     root: Path,
     diff_ids: Sequence[str],
     needed: Iterable[str],
@@ -305,10 +313,31 @@ def lay_down(
 ) -> Laid:
     """Read a ``docker save`` stream and keep the configuration and the layers of ``needed`` below ``root``.
 
-    :raises ImageError: a layer or the configuration is not in the stream (field problem B70).
+    :raises ImageError: a layer or the configuration is not in the stream, or it breaks off (field problem B70): Docker
+        answers with success before it finds that a blob is absent.
     """
     wanted = {bare(item) for item in needed}
-    known = {bare(item) for item in diff_ids}
+    try:
+        with tarfile.open(fileobj=stream, mode="r|") as tar:
+            config, found = _sort_out(tar, root, [bare(item) for item in diff_ids], wanted, on_bytes)
+    except tarfile.TarError as exc:
+        raise incomplete(f"breaks off ({exc})") from exc
+    lost = sorted(wanted - set(found))
+    if lost or not config:
+        what = ", ".join(f"layer {item[:12]}" for item in lost) or "configuration"
+        raise incomplete(f"lacks its {what}")
+    order = [bare(item) for item in diff_ids]
+    return Laid(config, tuple(Layer(name, found[name]) for name in dict.fromkeys(order) if name in found))
+
+
+def _sort_out(
+    tar: tarfile.TarFile,
+    root: Path,
+    diff_ids: Sequence[str],
+    wanted: set[str],
+    on_bytes: Callable[[int], None],
+) -> tuple[str, dict[str, int]]:
+    """Write the wanted layers; returns the configuration, and the size of each layer that was written."""
     folder = root / BLOBS
     folder.mkdir(parents=True, exist_ok=True)
     config = ""
@@ -317,7 +346,7 @@ def lay_down(
         if not info.isfile():
             continue
         match = _BLOB_NAME.match(info.name.lstrip("./"))
-        if match and match.group(1) in known - wanted:
+        if match and match.group(1) in set(diff_ids) - wanted:
             continue  # named by its diff id, and nobody needs it
         source = tar.extractfile(info)
         if source is None:
@@ -335,15 +364,7 @@ def lay_down(
             found[name] = size
         else:
             passing.unlink()
-    lost = sorted(wanted - set(found))
-    if lost or not config:
-        what = ", ".join(f"layer {item[:12]}" for item in lost) or "configuration"
-        raise ImageError(
-            f"Docker names the image, but what it saves lacks its {what}: this node's image store is incomplete. "
-            "Remove the image here and build or bring it again"
-        )
-    order = [bare(item) for item in diff_ids]
-    return Laid(config, tuple(Layer(name, found[name]) for name in dict.fromkeys(order) if name in found))
+    return config, found
 
 
 # -- the archive that a receiver loads ---------------------------------------------------------------------

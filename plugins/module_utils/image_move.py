@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import subprocess
-import tarfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, Callable, cast
@@ -177,11 +176,8 @@ def export(
         if laid is not None:
             return laid
     platform = f"linux/{architecture(os.uname().machine)}"
-    with (
-        api.image_save([reference], platform=platform) as stream,
-        tarfile.open(fileobj=cast("IO[bytes]", _Reader(stream)), mode="r|") as tar,
-    ):
-        laid = lay_down(tar, root, diff_ids, needed, progress.add)
+    with api.image_save([reference], platform=platform) as stream:
+        laid = lay_down(cast("IO[bytes]", _Reader(stream)), root, diff_ids, needed, progress.add)
     open_folders(root)
     return laid
 

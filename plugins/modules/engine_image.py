@@ -207,7 +207,6 @@ brought_bytes:
 
 import contextlib
 import os
-import tarfile
 from pathlib import Path
 from typing import Any
 
@@ -589,7 +588,7 @@ def main() -> None:
             if changed and not module.check_mode:
                 remove_old(api, keeping(api, params))
         refuse_other_layers(params, before)
-    except (ImageError, TreeError, DockerError, OSError, tarfile.TarError) as exc:
+    except (ImageError, TreeError, DockerError, OSError) as exc:
         refusal(module, exc)
     except Refusal as exc:
         module.fail_json(**exc.as_failure())

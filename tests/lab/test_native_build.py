@@ -26,8 +26,11 @@ from pathlib import Path
 import docker.errors
 import pytest
 from ansible_collections.sparkfleet.serving.plugins.module_utils.docker_api import (
+    NEWEST_API,
     DockerApi,
+    DockerApiError,
     DockerStreamError,
+    parse_api_version,
 )
 from ansible_collections.sparkfleet.serving.plugins.module_utils.image_identity import (
     context_tar,
@@ -291,3 +294,14 @@ def test_a_patch_that_does_not_apply_ends_the_build_with_its_name(world: World, 
     with pytest.raises(DockerStreamError) as caught, built(world, [wrong], "source"):
         pass
     assert "0001-w.patch does not apply" in " ".join(caught.value.lines)
+
+
+def test_a_real_engine_is_spoken_to_in_the_newest_version_that_both_know() -> None:
+    said = engine().version()
+    major, minor = parse_api_version(said["ApiVersion"])
+    api = DockerApi()
+    assert parse_api_version(api.api_version) == min((major, minor), NEWEST_API)
+    assert api.info()["ServerVersion"] == said["Version"]
+    api._version = f"{major}.{minor + 1}"
+    with pytest.raises(DockerApiError, match="too new"):
+        api.info()

@@ -6,7 +6,9 @@ import gzip
 import hashlib
 import io
 import json
+import re
 import tarfile
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +39,7 @@ CONFIG = json.dumps(
 )
 
 
-def saved(members: dict[str, bytes]) -> tarfile.TarFile:
+def saved(members: dict[str, bytes]) -> io.BytesIO:
     """A ``docker save`` stream of these members."""
     out = io.BytesIO()
     with tarfile.open(fileobj=out, mode="w") as tar:
@@ -45,7 +47,7 @@ def saved(members: dict[str, bytes]) -> tarfile.TarFile:
             info = tarfile.TarInfo(name)
             info.size = len(data)
             tar.addfile(info, io.BytesIO(data))
-    return tarfile.open(fileobj=io.BytesIO(out.getvalue()), mode="r|")
+    return io.BytesIO(out.getvalue())
 
 
 def overlay2() -> dict[str, bytes]:
@@ -128,6 +130,24 @@ def test_a_store_that_saves_less_than_it_names_is_refused(tmp_path: Path) -> Non
     members[name] = b"\x28\xb5\x2f\xfd" + bytes(200)
     with pytest.raises(ImageError, match="zstd"):
         lay(members, tmp_path, DIFF_IDS)
+
+
+@pytest.mark.field("B70")
+@given(data=st.data())
+def test_a_stream_that_breaks_off_anywhere_is_the_same_refusal(data: Any) -> None:
+    """Docker answers 200 and ends the archive where it misses a blob."""
+    members = overlay2()
+    order = data.draw(st.permutations(list(members)))
+    stream = saved({name: members[name] for name in order}).getvalue()
+    last = stream.rstrip(b"\0")  # behind it is padding alone
+    cut = io.BytesIO(stream[: data.draw(st.integers(0, len(last) - 1))])
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            laid = archive.lay_down(cut, Path(folder), DIFF_IDS, DIFF_IDS, lambda _: None)
+        except ImageError as exc:
+            assert re.search("image store is incomplete. Remove the image here", str(exc))
+        else:
+            assert laid == Laid(CONFIG, tuple(Layer(sha(layer), len(layer)) for layer in LAYERS))
 
 
 def test_a_graph_driver_lacks_what_is_above_its_longest_common_chain() -> None:
