@@ -90,8 +90,6 @@ MASKED = (
     *("systemd-tmpfiles-setup.service", "systemd-udev-trigger.service", "systemd-update-done.service"),
     # Helpers of NFS 3, whose locks nobody takes here. (rpcbind stays: the server does not start without it.)
     *(
-        "rpcbind.socket",
-        "rpcbind.service",
         "rpc-statd.service",
         "rpc-statd-notify.service",
         "nfs-idmapd.service",

@@ -161,12 +161,12 @@ def refuse_export(path: str, own: str) -> None:
         raise TreeError(f"{'; '.join(others)}; remove that line or do without this role")
 
 
-def server_state(module: AnsibleModule) -> bool:
-    """Whether the server runs and will run after a boot. Refuses one that somebody else started."""
+def server_state(module: AnsibleModule) -> tuple[bool, bool]:
+    """(the server runs, it will run after a boot). Refuses one that somebody else started."""
     active = module.run_command(["systemctl", "is-active", "--quiet", UNIT])[0] == 0
     refuse_other_server(THREADS.read_text(encoding="ascii") if THREADS.exists() else "", active)
     enabled: bool = module.run_command(["systemctl", "is-enabled", "--quiet", UNIT])[0] == 0
-    return active and enabled
+    return active, enabled
 
 
 def export(module: AnsibleModule, params: dict[str, Any], path: str) -> dict[str, Any]:
@@ -178,7 +178,8 @@ def export(module: AnsibleModule, params: dict[str, Any], path: str) -> dict[str
     refuse_export(path, name)
     kernel_has(module, "nfsd")
     exportfs = need_tool("exportfs", "nfs-kernel-server")
-    starts = not server_state(module)
+    active, enabled = server_state(module)
+    starts = not (active and enabled)
     table = module.run_command([exportfs, "-s"])[1]
     absent = missing_clients(wanted, table)
     changed = before != wanted or starts or bool(absent)
@@ -187,9 +188,12 @@ def export(module: AnsibleModule, params: dict[str, Any], path: str) -> dict[str
             raise TreeError(f"{path} is no directory, so there is nothing to export")
         # The server first: where it does not start, nothing is left behind.
         if starts:
-            code, _out, said = module.run_command(["systemctl", "enable", "--now", UNIT])
+            code, _out, said = module.run_command(["systemctl", "start", UNIT])
             if code != 0:
                 raise TreeError(f"{UNIT} does not start: {said.strip()}; see `systemctl status {UNIT}`")
+            code, _out, said = module.run_command(["systemctl", "enable", UNIT])
+            if code != 0:
+                raise TreeError(f"{UNIT} cannot be enabled: {said.strip()}")
         if before != wanted:
             EXPORTS_D.mkdir(mode=0o755, exist_ok=True)
             write_atomic(own, wanted.encode())

@@ -68,11 +68,9 @@ class Host:
         self.exportfs = tools / "exportfs"
         source = EXPORTFS.format(table=str(self.table), files=str(self.exports_d))
         self.tool("exportfs", source, sys.executable)
-        # is-active and is-enabled ask, enable --now makes it so.
-        self.tool(
-            "systemctl",
-            f"case $1 in is-*) test -e {self.unit};; enable) touch {self.unit};; *) exit 9;; esac\n",
-        )
+        self.enabled = root / "unit-enabled"
+        self.enabled.touch()
+        self.systemctl(f"touch {self.unit}")
         self.tool("modprobe", f"test -e {self.modules}\n")
         monkeypatch.setenv("PATH", f"{tools}:{os.environ['PATH']}")
         self.pinged: list[str] = []
@@ -89,6 +87,15 @@ class Host:
             ("DockerApi", lambda _socket: self.docker),
         ):
             monkeypatch.setattr(self.module, name, value)
+
+    def systemctl(self, start: str) -> None:
+        """A stand-in that is asked for the server and starts it by this command."""
+        active, enabled = f"test -e {self.unit}", f"test -e {self.enabled}"
+        self.tool(
+            "systemctl",
+            f"case $1 in is-active) {active};; is-enabled) {enabled};; start) {start};; "
+            f"enable) touch {self.enabled};; *) exit 9;; esac\n",
+        )
 
     def tool(self, name: str, text: str, interpreter: str = "/bin/sh") -> None:
         path = self.exportfs.parent / name
@@ -194,11 +201,12 @@ def test_two_trees_have_two_files(host: Host) -> None:
 
 def test_a_server_that_is_off_is_announced_and_started(host: Host) -> None:
     host.unit.unlink()
+    host.enabled.unlink()
     predicted = host.export(check=True)
     assert (predicted["changed"], predicted["server_started"]) == (True, True)
     assert not host.unit.exists()
     assert host.export()["server_started"]
-    assert host.unit.exists()
+    assert host.unit.exists() and host.enabled.exists()
     host.unit.unlink()
     again = host.export()
     assert [one["after_header"] for one in again["diff"]] == ["unit nfs-server.service"]
@@ -206,9 +214,11 @@ def test_a_server_that_is_off_is_announced_and_started(host: Host) -> None:
 
 def test_a_server_that_does_not_start_leaves_nothing_behind(host: Host) -> None:
     host.unit.unlink()
-    host.tool("systemctl", "[ $1 = enable ] && echo 'Job for nfs-server.service failed' >&2; exit 1\n")
+    host.enabled.unlink()
+    host.systemctl("echo 'Job for nfs-server.service failed' >&2; exit 1")
     assert "nfs-server.service does not start: Job for" in host.export()["msg"]
     assert not host.exports_d.exists()
+    assert not host.enabled.exists(), "it would fail at each boot"
 
 
 def test_an_export_that_the_kernel_lost_is_made_again(host: Host) -> None:
