@@ -574,8 +574,12 @@ class Node:
         container = view["container"]["state"]
         live = view["unit"]["active"] in ("active", "activating", "deactivating")
         if not live and container not in ("running", "stopped"):
-            return {"changed": False, "verdict": view["verdict"]}
-        diff = text_diff(f"unit {rank_unit(self.replica)}", f"{view['verdict']}\n", "stopped\n")
+            return {"changed": False, "ran": False, "verdict": view["verdict"]}
+        diff = [text_diff(f"unit {rank_unit(self.replica)}", f"{view['verdict']}\n", "stopped\n")]
+        logs = (read_json(self.host, launch_path(self.replica)) or {}).get("logs") or {}
+        if live and container == "running" and logs.get("keep"):
+            # By its folder: the name has the time of the stop in it, and the oldest go when there are too many.
+            diff.append(text_diff(f"tree {logs['dir']}", "", "the log of this rank\n"))
         cut_off = "" if check else self.cut_off(view)
         if not check:
             self.halt(view)
@@ -587,11 +591,12 @@ class Node:
             view = after
         return {
             "changed": True,
+            "ran": True,
             "verdict": "stopped",
             "log": view["agent"].get("log", ""),
             "warnings": [text for text in [cut_off, str(view["agent"].get("log_warning") or "")] if text],
             "message": view["agent"].get("message", ""),
-            "diff": [diff],
+            "diff": diff,
         }
 
     def absent(self, check: bool) -> Json:

@@ -218,6 +218,10 @@ command:
   description: The rank as the docker run that it amounts to.
   returned: state is planned or present
   type: str
+ran:
+  description: Whether there was something to stop (in check mode, is).
+  returned: state is stopped
+  type: bool
 log:
   description: Path of the saved log.
   returned: state is stopped

@@ -242,10 +242,14 @@ def test_started_and_stopped_are_idempotent(
     assert ensure(bare, api, params("started"), False)["changed"]
     assert not ensure(bare, api, params("started"), False)["changed"]
     assert ensure(bare, api, params("started", restart=True), True)["changed"], "a stop goes before it"
-    assert ensure(bare, api, params("stopped"), True)["changed"]
+    predicted = ensure(bare, api, params("stopped"), True)
+    assert (predicted["changed"], predicted["ran"]) == (True, True)
+    announced = [diff["after_header"] for diff in predicted["diff"]]
+    assert announced == ["unit sparkfleet-rank@spark-a.service", f"tree {launch['logs']['dir']}"]
     assert ensure(bare, api, params("stopped"), False)["changed"]
     assert docker.containers == {}
-    assert not ensure(bare, api, params("stopped"), False)["changed"]
+    again = ensure(bare, api, params("stopped"), False)
+    assert (again["changed"], again["ran"]) == (False, False)
 
 
 @pytest.mark.parametrize(("running", "said"), [(3, ["3 requests were running and are cut off"]), (0, [])])
