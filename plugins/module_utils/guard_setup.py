@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -64,6 +65,8 @@ WantedBy=multi-user.target
 
 #: Killers that a drop-in can adjust.
 ADJUSTED = ("earlyoom.service", "systemd-oomd.service")
+#: Seconds that an adjusted killer may take until its new command line shows.
+ADJUSTED_WAIT_S = 10.0
 
 
 def find_killers(host: Host, redline_gib: float, floor_gib: float = 2.0) -> list[Killer]:
@@ -86,6 +89,17 @@ def find_killers(host: Host, redline_gib: float, floor_gib: float = 2.0) -> list
                 managed=managed,
             )
         )
+    return found
+
+
+def _adjusted(host: Host, redline_gib: float) -> list[Killer]:
+    """The killers after their restart. systemd calls a simple unit active before its program is there, and
+    until then its command line is another's."""
+    end = time.monotonic() + ADJUSTED_WAIT_S
+    found = find_killers(host, redline_gib)
+    while any(killer.conflict for killer in found) and time.monotonic() < end:
+        time.sleep(0.2)
+        found = find_killers(host, redline_gib)
     return found
 
 
@@ -186,7 +200,7 @@ def ensure(
         for name in again:
             _do(host, ["systemctl", "try-restart", name])
         if killers == "adjust" and again:
-            found = find_killers(host, lowest.redline_gib)
+            found = _adjusted(host, lowest.redline_gib)
             _judge(found, "refuse")
         if present:
             _do(host, ["systemctl", "enable", UNIT])

@@ -517,13 +517,13 @@ def test_holds_of_the_owner_are_not_lifted() -> None:
     assert set(on("spark-2", "apt-mark", "showhold").split()) == ours
 
 
-def guarded(killers: str, check: bool = False) -> dict[str, Any]:
-    """The guard of spark-1 as it is, with another policy for killers."""
+def guarded(killers: str, check: bool = False, refused: bool = False) -> dict[str, Any]:
+    """The guard of spark-1 as it is, with another policy for killers, which must do or refuse."""
     settings = json.loads(on("spark-1", "cat", "/etc/sparkfleet/guard.json"))
     agent = on(
         "spark-1", "sed", "-n", "s/^ExecStart=\\([^ ]*\\) guard$/\\1/p", f"/etc/systemd/system/{GUARD}"
     )
-    return module(
+    found = module(
         "spark-1",
         "guard",
         check=check,
@@ -533,6 +533,8 @@ def guarded(killers: str, check: bool = False) -> dict[str, Any]:
         records=settings["records_dir"],
         killers=killers,
     )
+    assert found["failed"] == refused, found
+    return found
 
 
 @contextmanager
@@ -563,8 +565,8 @@ def stub(name: str, arguments: str = "", **more: str) -> Iterator[str]:
 def test_earlyoom_above_the_redline_is_refused_reported_adjusted_or_disabled() -> None:
     path = "/etc/systemd/system/earlyoom.service.d/50-sparkfleet.conf"
     with stub("earlyoom.service", " -r 3600 --avoid (^|/)(sshd|100%%)$$") as unit:
-        refused = guarded("refuse")
-        assert refused["failed"] and "acts at 12.2 GiB, before the redline of 4 GiB" in refused["msg"]
+        refused = guarded("refuse", refused=True)
+        assert "acts at 12.2 GiB, before the redline of 4 GiB" in refused["msg"]
         assert guarded("report")["guard"]["killers"][0]["unit"] == unit
         predicted = guarded("adjust", check=True)
         assert predicted["changed"] and on("spark-1", "ls", path, ok=False) != path
@@ -593,19 +595,16 @@ def test_earlyoom_above_the_redline_is_refused_reported_adjusted_or_disabled() -
 def test_other_killers_are_found_and_judged_by_what_they_may_end() -> None:
     with stub("dgx-anti-oom.service"):
         for policy in ("refuse", "adjust"):
-            refused = guarded(policy)
-            assert (
-                refused["failed"]
-                and "dgx-anti-oom.service ends processes by rules of its own" in refused["msg"]
-            )
+            refused = guarded(policy, refused=True)
+            assert "dgx-anti-oom.service ends processes by rules of its own" in refused["msg"]
         assert not guarded("report")["changed"]
         assert on("spark-1", "systemctl", "is-active", "dgx-anti-oom.service") == "active"
     theirs = "/etc/systemd/system/system.slice.d/10-theirs.conf"
     with stub("systemd-oomd.service"):
         assert not guarded("refuse")["changed"], "it may kill nothing above the ranks"
     with stub("systemd-oomd.service", **{theirs: "[Slice]\nManagedOOMMemoryPressure=kill\n"}):
-        refused = guarded("refuse")
-        assert refused["failed"] and "may kill in system.slice, where ranks run" in refused["msg"]
+        refused = guarded("refuse", refused=True)
+        assert "may kill in system.slice, where ranks run" in refused["msg"]
         assert guarded("adjust")["changed"] and not guarded("adjust")["changed"]
         shown = on(
             "spark-1", "systemctl", "show", "-p", "ManagedOOMMemoryPressure", "--value", "system.slice"

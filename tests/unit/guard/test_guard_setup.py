@@ -132,6 +132,37 @@ def test_earlyoom_is_adjusted_by_a_drop_in_and_given_back(host: FakeHost) -> Non
 
 
 @pytest.mark.field("B41")
+@pytest.mark.parametrize("comes", [True, False])
+def test_an_adjusted_killer_is_judged_when_its_program_is_there(
+    host: FakeHost, monkeypatch: pytest.MonkeyPatch, comes: bool
+) -> None:
+    """systemd says active before the new program runs: the first look finds no command line."""
+    argv = ["/usr/bin/earlyoom", "-r", "3600"]
+    host.unit("earlyoom.service", ActiveState="active", UnitFileState="enabled", MainPID="77")
+    host.write("/proc/77/cmdline", "\0".join(argv) + "\0")
+    looks = []
+
+    def restarted(_words: Any) -> Any:
+        host.write("/proc/77/cmdline", "")
+        return guard_setup_answer()
+
+    def later(_seconds: float) -> None:
+        looks.append(1)
+        if comes and len(looks) == 3:
+            host.write("/proc/77/cmdline", "\0".join([*argv, "-M", "2097152,1048576"]) + "\0")
+
+    host.answers[("systemctl", "try-restart", "earlyoom.service")] = restarted
+    monkeypatch.setattr("time.sleep", later)
+    if comes:
+        assert ensure(host, killers="adjust")["guard"]["killers"][0]["floor_gib"] == 2.0
+        assert len(looks) == 3
+    else:
+        monkeypatch.setattr(guard_setup, "ADJUSTED_WAIT_S", 0.05)
+        with pytest.raises(Refusal, match="by other rules"):
+            ensure(host, killers="adjust")
+
+
+@pytest.mark.field("B41")
 def test_oomd_loses_the_right_to_kill_above_the_ranks(host: FakeHost) -> None:
     host.unit("systemd-oomd.service", ActiveState="active", UnitFileState="enabled", MainPID="78")
     slices = "/etc/systemd/system/system.slice.d"
