@@ -1,8 +1,8 @@
 """The real Dockerfile of TensorFold native, up to its build stage, by a Docker engine: compiler fetched and proven, one
 commit of a local git repository fetched, patched in order and compiled for aarch64 by Zig 0.17.
 
-What stands in: the base image (Debian with git), the source (four empty programs), ``nvcc``, and the compiler's
-archive, which is packed from the PyPI package ``ziglang``.
+What stands in: the base image (Debian with git), the source (an empty program under four names), ``nvcc``, and the
+compiler's archive, which is packed from the PyPI package ``ziglang``.
 """
 
 from __future__ import annotations
@@ -58,16 +58,17 @@ pub fn build(b: *std.Build) void {
     options.addOption(u32, "sm", sm);
     options.addOption([]const u8, "nvcc", nvcc);
     const native = b.step("native", "the server");
+    const module = b.createModule(.{
+        .root_source_file = b.path("main.zig"),
+        .target = target,
+        .optimize = optimize,
+    });
+    module.addOptions("config", options);
+    // One program under all names: what is compiled here says nothing of the engine, how it is compiled does.
+    const program = b.addExecutable(.{ .name = "program", .root_module = module }).getEmittedBin();
     for ([_][]const u8{ "tensorfold", "tf-dsv41-lanes", "tf-dsv41-rank-cache", "tf-dsv41-check" }) |name| {
-        const module = b.createModule(.{
-            .root_source_file = b.path("main.zig"),
-            .target = target,
-            .optimize = optimize,
-        });
-        module.addOptions("config", options);
-        const install = b.addInstallArtifact(b.addExecutable(.{ .name = name, .root_module = module }), .{});
         const step = if (std.mem.eql(u8, name, "tensorfold")) native else b.getInstallStep();
-        step.dependOn(&install.step);
+        step.dependOn(&b.addInstallBinFile(program, name).step);
     }
 }
 """
