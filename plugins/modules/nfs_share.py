@@ -305,7 +305,8 @@ def read_through(api: DockerApi, params: dict[str, Any]) -> None:
         raise TreeError(
             f"{where} cannot be mounted: {exc}. It must be exported to this node's address on the same rail"
         ) from exc
-    if code != 0 or len(out) != 1:
+    # Not one byte: Docker's log has three for one that is no text, as the first of a table may be.
+    if code != 0 or not out:
         text = said.decode("utf-8", "replace").strip() or "it is empty"
         raise TreeError(
             f"{params['witness']} cannot be read in {where} ({text}): export the directory that holds it, readable "

@@ -346,6 +346,11 @@ def test_a_volume_that_cannot_be_read_does_not_stay(
     assert host.docker.volumes, "one that was there before stays"
 
 
+def test_a_witness_that_is_no_text_is_read(host: Host) -> None:
+    host.docker.answer = (0, "\ufffd".encode(), b"")  # what Docker's log makes of a byte above 127
+    assert host.mount()["changed"]
+
+
 def test_a_foreign_volume_is_refused_and_an_older_one_of_ours_replaced(host: Host) -> None:
     host.docker.volume_create("sparkfleet-model", {"type": "nfs"}, {})
     assert "exists with other options" in host.mount()["msg"]
