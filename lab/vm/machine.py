@@ -286,11 +286,13 @@ def write_access(lab: Instance, keys: Path, ports: dict[str, int]) -> None:
     (folder / "hosts.yml").write_text(inventory_text(ports, keys), encoding="utf-8")
 
 
-def ssh(machine: Machine, *command: str, timeout: float | None = None) -> subprocess.CompletedProcess[str]:
-    """Run a command of the ordinary user; words are joined as ssh joins them."""
+def ssh(
+    machine: Machine, *command: str, timeout: float | None = None, text: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run a command of the ordinary user, with ``text`` as its input; words are joined as ssh joins them."""
     words = ["ssh", "-F", str(machine.directory / "ssh/config"), machine.name, *command]
     return subprocess.run(
-        words, capture_output=True, text=True, errors="replace", check=False, timeout=timeout
+        words, capture_output=True, text=True, errors="replace", check=False, timeout=timeout, input=text
     )
 
 

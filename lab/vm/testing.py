@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import shlex
 from dataclasses import dataclass
 
@@ -20,6 +21,13 @@ class Vm:
         """Run a shell script as root: its exit status and both streams."""
         done = machines_of.ssh(self.machine, "sudo", "sh", "-c", shlex.quote(script), timeout=timeout)
         return Result(done.returncode, done.stdout + done.stderr)
+
+    def write(self, path: str, data: bytes) -> None:
+        """A file of root's, of any size: a command line holds 128 KiB."""
+        script = shlex.quote(f"base64 -d >{shlex.quote(path)}")
+        given = base64.encodebytes(data).decode()
+        done = machines_of.ssh(self.machine, "sudo", "sh", "-c", script, timeout=600, text=given)
+        assert done.returncode == 0, f"{self.machine.name}: {path}: {done.stderr}"
 
     def text(self, script: str, timeout: float = 600) -> str:
         """Output of a script that must succeed, without the line end."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 
 import pytest
@@ -49,11 +48,9 @@ def test_the_index_is_found_in_a_kernels_own_table(machines: tuple[Vm, Vm]) -> N
     assert {row["index"] for row in devices["rocep1s0f0"]["gids"]} == set(filled)
     (wanted,) = [row["index"] for row in devices["rocep1s0f0"]["gids"] if row["ipv4"] == RAILS[0][2]]
     agent, _digest = build(ROOT, "vm")
-    server.text(
-        "mkdir -p /etc/sparkfleet/replicas/vm && base64 -d >/root/agent <<'END'\n"
-        f"{base64.encodebytes(agent).decode()}END\n"
-        f"cat >/etc/sparkfleet/replicas/vm/launch.json <<'END'\n{json.dumps(LAUNCH)}\nEND"
-    )
+    server.text("mkdir -p /etc/sparkfleet/replicas/vm")
+    server.write("/root/agent", agent)
+    server.write("/etc/sparkfleet/replicas/vm/launch.json", json.dumps(LAUNCH).encode())
     assert json.loads(server.text("python3 /root/agent gid --replica vm")) == {"gid_index": wanted}
     # The rail goes down and up and gets an address first that it had not: the index drifts, and is found again.
     server.text(
