@@ -70,7 +70,8 @@ def reaction(sinking: str, gib: str) -> tuple[float, float, float]:
     other = next(node for node in NODES if node != sinking)
     begun = time.time()
     fault.switch(instance(), "sink-memory", sinking, value=gib)
-    low = float(on(sinking, "stat", "-c", "%.Y", "/var/lib/lab/faults/sink-memory"))
+    # The switch comes out of an archive without a time of its own; when it was put there is its change time.
+    low = float(on(sinking, "stat", "-c", "%.Z", "/var/lib/lab/faults/sink-memory"))
     stops: list[str] = []
     try:
         deadline = time.monotonic() + 90
