@@ -412,9 +412,10 @@ class Rank:
                     raise Ended(0, "stopped on request")
                 if self.ended.wait(0.2):
                     in_order = self.exit_code == 0 and not self.exit_note
+                    text = self.end_text()
                     if in_order and self.launch["peers"]:
-                        self.exit_note = self.sent_home()
-                    raise Ended(0 if in_order else EXIT_ENDED, self.end_text())
+                        text += f": {self.sent_home()}"
+                    raise Ended(0 if in_order else EXIT_ENDED, text)
             self.look_at_peers()
 
     def sent_home(self) -> str:

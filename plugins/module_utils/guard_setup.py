@@ -18,6 +18,7 @@ from .memory_guard import (
     PolicyError,
     drop_in,
     judge_killer,
+    managed_by_oomd,
     policies,
     records_dir,
 )
@@ -78,7 +79,7 @@ def find_killers(host: Host, redline_gib: float, floor_gib: float = 2.0) -> list
         if unit.active not in ("active", "activating"):
             continue
         command = host.read(f"/proc/{unit.main_pid}/cmdline") or ""
-        managed = _managed(host) if name == "systemd-oomd.service" else []
+        managed = managed_by_oomd(lambda argv: host.run(argv).out) if name == "systemd-oomd.service" else []
         found.append(
             judge_killer(
                 name,
@@ -101,16 +102,6 @@ def _adjusted(host: Host, redline_gib: float) -> list[Killer]:
         time.sleep(0.2)
         found = find_killers(host, redline_gib)
     return found
-
-
-def _managed(host: Host) -> list[str]:
-    """Of the units above the ranks, those in which systemd-oomd may kill."""
-    units = []
-    for name in OOMD_UNITS:
-        answer = host.run(["systemctl", "show", "-p", "ManagedOOMSwap,ManagedOOMMemoryPressure", "--", name])
-        if "=kill" in answer.out:
-            units.append(name)
-    return units
 
 
 def config_text(

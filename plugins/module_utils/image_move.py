@@ -10,9 +10,9 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Callable, cast
+from typing import IO, Any, cast
 
 from .docker_api import DockerApi, DockerApiError, DockerNotFound, DockerStreamError, Stream
 from .fabric_copy import SizeWatch, Source, pull, runner

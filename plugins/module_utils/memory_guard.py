@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -348,6 +348,12 @@ KILLER_UNITS = (
 
 #: Units above the ranks for which systemd-oomd may have been told to kill.
 OOMD_UNITS = ("-.slice", "system.slice", "docker.service")
+
+
+def managed_by_oomd(ask: Callable[[Sequence[str]], str]) -> list[str]:
+    """Of the units above the ranks, those in which systemd-oomd may kill. `ask` gives the output of a command."""
+    show = ("systemctl", "show", "-p", "ManagedOOMSwap,ManagedOOMMemoryPressure", "--")
+    return [name for name in OOMD_UNITS if "=kill" in ask([*show, name])]
 
 
 def earlyoom_floor(arguments: str, total_bytes: int) -> float:

@@ -127,6 +127,7 @@ class Options:
     #: What the guard will do about other killers (`guard_killers`), and the redline that they must stay under.
     killers: str = "refuse"
     redline_gib: float = 4.0
+    guard_replicas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     @classmethod
     def of(cls, raw: Mapping[str, Any]) -> Options:
@@ -652,6 +653,9 @@ def _killers(node: str, probe: Mapping[str, Any], options: Options) -> list[Refu
     """Other programs that end processes for memory, judged as the guard judges them."""
     found = []
     total = int((probe.get("memory") or {}).get("total_bytes") or 0)
+    # As the guard takes it: of all replicas the gentlest, which nothing else may come before.
+    special = (row["redline_gib"] for row in options.guard_replicas.values() if "redline_gib" in row)
+    redline_gib = min([options.redline_gib, *map(float, special)])
     for row in (probe.get("systemd") or {}).get("memory_killers") or []:
         if not row.get("active"):
             continue
@@ -659,7 +663,7 @@ def _killers(node: str, probe: Mapping[str, Any], options: Options) -> list[Refu
             row["unit"],
             argv=row.get("argv") or (),
             total_bytes=total,
-            redline_gib=options.redline_gib,
+            redline_gib=redline_gib,
             managed=row.get("managed") or (),
         )
         settled = options.killers == "disable" or (options.killers == "adjust" and killer.remedy)

@@ -8,7 +8,7 @@ import socket
 import struct
 from typing import Any
 
-from ..memory_guard import KILLER_UNITS, OOMD_UNITS
+from ..memory_guard import KILLER_UNITS, managed_by_oomd
 from .reader import Reader
 
 UNITS = (
@@ -88,7 +88,9 @@ def read_systemd(reader: Reader) -> dict[str, Any]:
                 "active": row["active"] in ("active", "activating"),
                 "enabled": row["enabled"],
                 "argv": command.rstrip("\0").split("\0") if command else [],
-                "managed": managed_by_oomd(reader) if name == "systemd-oomd.service" else [],
+                "managed": managed_by_oomd(lambda argv: reader.run(list(argv)).stdout)
+                if name == "systemd-oomd.service"
+                else [],
             }
         )
     return {
@@ -97,18 +99,6 @@ def read_systemd(reader: Reader) -> dict[str, Any]:
         "units": {name: row for name, row in sorted(units.items()) if row["load"] != "not-found"},
         "memory_killers": killers,
     }
-
-
-def managed_by_oomd(reader: Reader) -> list[str]:
-    """Of the units above the ranks, those in which systemd-oomd may kill."""
-    found = []
-    for name in OOMD_UNITS:
-        answer = reader.run(
-            ["systemctl", "show", "-p", "ManagedOOMSwap,ManagedOOMMemoryPressure", "--", name]
-        )
-        if "=kill" in answer.stdout:
-            found.append(name)
-    return found
 
 
 def hex_address(text: str) -> str:

@@ -269,6 +269,16 @@ def test_memory_killers_are_judged_as_the_guard_judges_them(
     assert seen == ({"memory-killer": level} if level else {})
 
 
+@pytest.mark.field("B41")
+def test_the_gentlest_redline_of_a_node_counts_for_killers() -> None:
+    """earlyoom at 2.4 GiB is under the redline of 4 of most, and above that of the replica with 2."""
+    low = {"memory_killers": [EARLYOOM | {"argv": ["earlyoom", "-m", "2,1"]}]}
+    assert found(Options(), systemd=low) == {}
+    assert found(Options(guard_replicas={"alpha": {"samples": 3}}), systemd=low) == {}
+    gentle = Options(guard_replicas={"alpha": {"redline_gib": 2}})
+    assert found(gentle, systemd=low) == {"memory-killer": "fail"}
+
+
 @pytest.mark.field("B67")
 def test_disk_needs_on_one_filesystem_add_up() -> None:
     needs = (
