@@ -101,8 +101,10 @@ def disk_needs(
             overlay_source=overlay_source,
             docker_root=docker_root,
         )
-    except (needs.NeedsError, KeyError, TypeError) as error:
+    except needs.NeedsError as error:
         raise AnsibleFilterError(f"disk_needs: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise AnsibleFilterError(f"disk_needs: the plan or a member lacks something: {error!r}") from error
 
 
 def disk_report(

@@ -303,7 +303,7 @@ def read_lock(path: Path) -> dict[str, int]:
         loaded = json.loads(text)["rail_index"]
         return {str(name): int(index) for name, index in loaded.items()}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise FleetError(f"{path}: not a lock file of this plugin ({error})") from error
+        raise FleetError(f"{path}: not a lock file of this plugin ({error!r})") from error
 
 
 def write_lock(path: Path, places: Mapping[str, int]) -> None:

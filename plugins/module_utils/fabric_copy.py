@@ -76,9 +76,7 @@ def parse_listen(raw: Iterable[Mapping[str, Any]]) -> tuple[Listen, ...]:
             address = str(ipaddress.ip_address(str(item["address"])))
             clients = {str(ipaddress.ip_address(str(client))) for client in item["clients"]}
         except (KeyError, TypeError, ValueError) as exc:
-            raise TreeError(
-                f"a share needs an address and clients (IP addresses), found {item!r}: {exc}"
-            ) from exc
+            raise TreeError(f"a share needs an address and clients (IP addresses), found {item!r}") from exc
         if not clients:
             raise TreeError(f"the share on {address} names no client; nobody could read it")
         merged.setdefault(address, set()).update(clients)

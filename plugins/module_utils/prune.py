@@ -91,7 +91,7 @@ def marker_uses(texts: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
                     unknown.append(f"the {key} release of {name} does not say which paths it uses")
                 uses.update({str(path): f"{key} release of {name.removesuffix('.json')}" for path in paths})
         except (ValueError, TypeError, AttributeError, KeyError) as exc:
-            unknown.append(f"the release marker {name} cannot be read ({exc})")
+            unknown.append(f"the release marker {name} cannot be read ({exc!r})")
     return uses, unknown
 
 
@@ -106,7 +106,7 @@ def launch_uses(texts: Mapping[str, str]) -> tuple[dict[str, str], list[str]]:
             names = [source if source.startswith("/") else f"volume:{source}" for source in sources]
             uses.update(dict.fromkeys(names, f"launch of {replica}"))
         except (ValueError, TypeError, KeyError) as exc:
-            unknown.append(f"the launch file of {replica} cannot be read ({exc})")
+            unknown.append(f"the launch file of {replica} cannot be read ({exc!r})")
     return uses, unknown
 
 

@@ -480,7 +480,7 @@ def find_engram(params: dict[str, Any], sources: Sources) -> model_lock.EngramTa
         )
     except (KeyError, TypeError, AttributeError) as error:
         raise PlanError(
-            "bad-cache", f"is damaged: {error}", file=str(params["source_cache"]), remedy="remove it"
+            "bad-cache", f"is damaged: {error!r}", file=str(params["source_cache"]), remedy="remove it"
         ) from None
 
 

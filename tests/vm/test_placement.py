@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from lab.vm.testing import Vm, inventory
@@ -100,18 +102,19 @@ def test_back_on_local_disks_the_share_is_named_and_goes_on_request(machines: tu
     said = words(back.output)
     assert f"vm-1 still has {export} (NFS export of {TABLES} to 10.77.0.2)" in said
     assert f"vm-2 still has {VOLUME} (Docker volume over NFS)" in said
-    # A container that reads from it keeps both sides, whatever releases say.
+    # The copy is what the inventory names now. A container that reads from the share keeps both of its sides.
+    keep = ("-e", json.dumps({"prune_keep": [path]}))
     client.text(
         f"docker run -d --name reader --network none -v {VOLUME}:/engram:ro lab/tools:1 "
         "sh -c 'exec 3</engram/tables.safetensors; sleep 3600'"
     )
     try:
-        listed = prune()
+        listed = prune(*keep)
     finally:
         client.text("docker rm -f reader")
     assert (listed.rc, listed.changed()) == (0, set()), listed.output
     assert VOLUME not in listed.output
-    words_of_removal = ("-e", "prune_remove=true")
+    words_of_removal = (*keep, "-e", "prune_remove=true")
     predicted = prune("--check", *words_of_removal)
     assert server.run(f"test -e {export}").status == 0
     assert client.text("docker volume ls -q") == VOLUME

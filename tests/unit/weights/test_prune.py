@@ -162,6 +162,12 @@ def test_unknown_is_never_unused(node: Node, break_it: str) -> None:
             held.close()
 
 
+def test_a_launch_without_a_container_is_unknown_and_says_what_it_lacks(node: Node) -> None:
+    (node.launches / "pair/launch.json").write_text("{}")
+    (sentence,) = node.run("listed")["unknown"]
+    assert sentence == "the launch file of pair cannot be read (KeyError('container'))"
+
+
 def test_a_docker_that_does_not_answer_is_unknown(node: Node) -> None:
     (node.data / "no.sock").write_text("not a socket")
     assert "Docker does not say" in node.run()["msg"]
