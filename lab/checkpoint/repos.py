@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
-import math
 import shutil
+import subprocess
+import sys
 import tempfile
-from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,18 +16,22 @@ from pathlib import Path
 from lab.checkpoint import container, tokenizer
 from lab.checkpoint.config import Config, engram_primes, lab_config
 from lab.checkpoint.inventory import Bits, Tensor, lab_bits, shard_name, shards
+from lab.checkpoint.kit_tools import make_bias_vl, make_rope
 
 CHECKPOINT = "lab/DeepSeek-V4.1-Flash-1017-EXL3"
 ORIGINAL = "lab/DeepSeek-V4.1-Flash-1017"
 KIT = "lab/kit"
+#: The same kit as git has it: without what its scripts make.
+GIT_KIT = "lab/kit-from-git"
 OVERLAY = "lab/keys-DeepSeek-V4.1-Flash-1017-Abliterated"
 #: Tensors that the overlay has other weights for.
 OVERLAID = ".attn.wo_b."
 ENGRAM_SHARDS = (47, 48)
 ORIGINAL_SHARDS = 48
+#: Shards of the original release that hold the routing biases of image tokens: of the blocks, of the drafts.
+BIAS_SHARDS = (2, 46)
 # Rows that the engine wants beyond the context: the widest round (48 rows, 16 by default) and one more.
 ROPE_EXTRA_ROWS = 49
-ROPE_PAIRS = 32
 
 
 @dataclass(frozen=True)
@@ -88,7 +93,7 @@ def write_checkpoint(folder: Path, config: Config, vocab: list[str], seed: str) 
 
 
 def write_original(folder: Path, config: Config, seed: str) -> None:
-    """The two shards of the original release that hold the Engram tables (scale before weight, as there)."""
+    """Shards of the original release: with the Engram tables (scale before weight, as there), with routing biases."""
     text = config["text_config"]
     files: dict[str, list[Tensor]] = {}
     hidden, mult = int(text["hidden_size"]), int(text["hc_mult"])
@@ -102,22 +107,22 @@ def write_original(folder: Path, config: Config, seed: str) -> None:
             Tensor(f"{prefix}.q_weight", "F32", (mult, hidden)),
             Tensor(f"{prefix}.k_weight", "F32", (mult, hidden)),
         ]
+    experts = int(text["n_routed_experts"])
+    blocks = [
+        Tensor(f"layers.{layer}.ffn.gate.{part}", "F32", (experts,))
+        for layer in range(int(text["num_hidden_layers"]))
+        for part in ("bias", "bias_vl")
+    ]
+    drafts = [
+        Tensor(f"mtp.{draft}.ffn.gate.bias_vl", "F32", (int(text["dspark_n_routed_experts"]),))
+        for draft in range(int(text["num_nextn_predict_layers"]))
+    ]
+    for number, tensors in zip(BIAS_SHARDS, (blocks, drafts), strict=True):
+        files[shard_name(number, ORIGINAL_SHARDS)] = tensors
     for name, tensors in files.items():
         container.write(folder / name, tensors, seed)
     write_index(folder, files)
     (folder / "config.json").write_text(json.dumps(config, indent=4) + "\n", encoding="utf-8")
-
-
-def rope_tables(config: Config, rows: int) -> dict[str, bytes]:
-    """Four tables of float32 [rows, 32]: cos and sin, of the window layers and of the compressed ones."""
-    text = config["text_config"]
-    result: dict[str, bytes] = {}
-    for kind, theta in (("plain", text["rope_theta"]), ("compressed", text["compress_rope_theta"])):
-        steps = [float(theta) ** (-pair / ROPE_PAIRS) for pair in range(ROPE_PAIRS)]
-        for part, function in (("cos", math.cos), ("sin", math.sin)):
-            values = array("f", (function(row * step) for row in range(rows) for step in steps))
-            result[f"rope-{kind}-{part}.f32"] = values.tobytes()
-    return result
 
 
 def placeholder(name: str, seed: str) -> bytes:
@@ -125,8 +130,13 @@ def placeholder(name: str, seed: str) -> bytes:
     return b"\x7fELF" + hashlib.sha256(f"{seed}:{name}".encode()).digest() * 8
 
 
-def write_kit(folder: Path, config: Config, seed: str, context: int) -> None:
-    """The kernel kit in its folder `kit/`, with a MANIFEST of sha256 lines over every file."""
+def write_kit(
+    folder: Path, config: Config, seed: str, context: int, *, original: Path, generated: bool
+) -> None:
+    """The kernel kit in its folder `kit/`, with a MANIFEST of sha256 lines over every file.
+
+    `generated`: with the files that its own scripts make, which a copy of its git repository lacks.
+    """
     kit = folder / "kit"
     text = config["text_config"]
     for sub in ("aot/cubins", "cubins", "vision"):
@@ -151,25 +161,24 @@ def write_kit(folder: Path, config: Config, seed: str, context: int) -> None:
     }
     (kit / "engram.json").write_text(json.dumps(tables, indent=1) + "\n")
     rows = context + ROPE_EXTRA_ROWS
-    digests = {}
-    for name, data in rope_tables(config, rows).items():
-        (kit / name).write_bytes(data)
-        digests[name] = hashlib.sha256(data).hexdigest()
-    (kit / "rope.json").write_text(
-        json.dumps({"rows": rows, "pairs": ROPE_PAIRS, "sha256": digests}, indent=1) + "\n"
-    )
+    document: dict[str, int | str] = {"rows": rows, "half": int(text["qk_rope_head_dim"]) // 2}
+    made = [kit / "vision/gate_bias_vl.safetensors"]
+    for name, data in make_rope.tables(config, rows).items():
+        made.append(kit / name)
+        made[-1].write_bytes(data)
+        document[name] = hashlib.sha256(data).hexdigest()
+    (kit / "rope.json").write_text(json.dumps(document, indent=1) + "\n")
+    (kit / "tools").mkdir()
+    for script in (make_rope, make_bias_vl):
+        shutil.copy(str(script.__file__), kit / "tools")
     (kit / "vision/torch_fmha_sm120.cubin").write_bytes(placeholder("torch_fmha_sm120", seed))
-    biases = [
-        Tensor(f"layers.{layer}.ffn.gate.bias_vl", "F32", (int(text["n_routed_experts"]),))
-        for layer in range(int(text["num_hidden_layers"]))
-    ] + [
-        Tensor(f"mtp.{draft}.ffn.gate.bias_vl", "F32", (int(text["dspark_n_routed_experts"]),))
-        for draft in range(int(text["num_nextn_predict_layers"]))
-    ]
-    container.write(kit / "vision/gate_bias_vl.safetensors", biases, seed)
+    command = [sys.executable, str(make_bias_vl.__file__), str(original), str(made[0])]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     paths = sorted(path for path in kit.rglob("*") if path.is_file())
     lines = "".join(f"{sha256(path)}  {path.relative_to(kit)}\n" for path in paths)
     (kit / "MANIFEST").write_text(lines)
+    for path in [] if generated else made:
+        path.unlink()
 
 
 def write_overlay(folder: Path, config: Config, seed: str) -> None:
@@ -211,10 +220,13 @@ def generate(root: Path, seed: int, context: int) -> list[Repo]:
     vocab = tokenizer.vocabulary(vocab_size)
     config = lab_config(tokenizer.compressed_size(vocab))
     text = str(seed)
+    original = publish(root, ORIGINAL, lambda folder: write_original(folder, config, text))
+    kit = functools.partial(write_kit, config=config, seed=text, context=context, original=original.path)
     return [
         publish(root, CHECKPOINT, lambda folder: write_checkpoint(folder, config, vocab, text)),
-        publish(root, ORIGINAL, lambda folder: write_original(folder, config, text)),
-        publish(root, KIT, lambda folder: write_kit(folder, config, text, context)),
+        original,
+        publish(root, KIT, functools.partial(kit, generated=True)),
+        publish(root, GIT_KIT, functools.partial(kit, generated=False)),
         publish(root, OVERLAY, lambda folder: write_overlay(folder, config, text)),
     ]
 

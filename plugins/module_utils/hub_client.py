@@ -9,6 +9,7 @@ argument, environment, label or log.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import socket
@@ -62,6 +63,16 @@ def check_repo(repo: str, revision: str) -> None:
             f"revision {revision!r} of {repo} is not a commit id of 40 hex digits; a branch or tag can move. "
             "Copy the commit id from the repository's history"
         )
+
+
+def token_of(params: Mapping[str, Any]) -> str:
+    """The token of a module's options, or that of its token file when there is one."""
+    if params["token"]:
+        return str(params["token"]).strip()
+    if params["token_file"]:
+        with contextlib.suppress(FileNotFoundError):
+            return Path(params["token_file"]).read_text(encoding="utf-8").strip()
+    return ""
 
 
 def slug(repo: str) -> str:

@@ -1,19 +1,20 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
 """The kernel kit of the engine: whole by its own MANIFEST, and with RoPE tables long enough for the context.
 
-``MANIFEST`` is a sha256 list (``HEX  PATH``). Its lines are compared with digests that were proven while the
-kit was brought, so nothing is read twice.
+``MANIFEST`` is a sha256 list. Its lines are compared with digests that were proven while the kit was brought, so
+nothing is read twice.
 
-A kit from git lacks its five generated files, and nothing here makes them. The engine's tables are the bits
-that PyTorch's own `pow` and `polar` give on a CPU (another library's differ in the last bit, and the kit pins
-their digests), and the image-routing data is copied out of the original release, 43 tensors from all of its
-shards. The kit's own scripts do both; a complete copy of the kit carries the results.
+A kit from git lacks five files that are made from public weights: four RoPE tables, whose last bits are those of
+PyTorch's own ``pow`` and ``polar`` on a CPU, and the routing bias of image tokens, 43 small tensors of the original
+release that a quantized checkpoint leaves out. The kit's own scripts make both, and MANIFEST has their digests; see
+``kit_files``, which runs them.
 """
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from .tree import Proof, TreeError, check_name
@@ -26,9 +27,13 @@ ROPE_TABLES = (
     "rope-plain-cos.f32",
     "rope-plain-sin.f32",
 )
+#: Row count and digests of the tables; the script that makes them reads it beside them.
+ROPE_DOCUMENT = "rope.json"
+BIAS = "vision/gate_bias_vl.safetensors"
 #: Made after a checkout, so absent from the kit's git copy.
-GENERATED = (*ROPE_TABLES, "vision/gate_bias_vl.safetensors")
-_LINE = re.compile(r"(?P<hex>[0-9a-f]{64}) [ *](?P<path>.+)\Z")
+GENERATED = (*ROPE_TABLES, BIAS)
+#: A line is ``HEX  PATH`` in the kit for two nodes, ``HEX BYTES ORIGIN TWO-NODE PATH`` in the one for four.
+_LINE = re.compile(r"(?P<hex>[0-9a-f]{64})(?: +\d+ +\S+ +\S+ +| [ *])(?P<path>\S.*)\Z")
 
 
 def parse_manifest(text: str) -> dict[str, str]:
@@ -39,7 +44,7 @@ def parse_manifest(text: str) -> dict[str, str]:
             continue
         match = _LINE.match(line)
         if match is None:
-            raise TreeError(f"MANIFEST line {number} is not 'sha256  path': {line[:80]!r}")
+            raise TreeError(f"MANIFEST line {number} is no line of a sha256 list: {line[:80]!r}")
         path = match["path"]
         found[check_name(path[2:] if path.startswith("./") else path)] = match["hex"]
     if not found:
@@ -71,19 +76,27 @@ def rope_rows(kit: Path, names: Sequence[str] = ROPE_TABLES) -> int:
     return min(rows)
 
 
-def rows_by_sizes(sizes: Mapping[str, int], folder: str = "") -> int:
+def rows_by_sizes(
+    sizes: Mapping[str, int], folder: str = "", document: Callable[[str], bytes] | None = None
+) -> int:
     """Rows of the shortest RoPE table of a kit that is still on a server, from the sizes that it lists.
 
-    ``folder``: where the kit lies in the repository. Raises TreeError where a table is absent or no whole rows.
+    ``folder``: where the kit lies in the repository. ``document`` reads a small file of it: where no table is there,
+    they will be made with as many rows as ``rope.json`` says. Raises TreeError where a table is absent or no whole
+    rows.
     """
+    listed = f"{folder.strip('/')}/{ROPE_DOCUMENT}".lstrip("/")
+    tables = {f"{folder.strip('/')}/{name}".lstrip("/") for name in ROPE_TABLES}
+    if document is not None and listed in sizes and not tables & set(sizes):
+        return rows_by_document(document(listed), listed)
     rows = []
     for name in ROPE_TABLES:
         path = f"{folder.strip('/')}/{name}".lstrip("/")
         size = sizes.get(path)
         if size is None:
             raise TreeError(
-                f"{path} is absent (a generated file, which the kit's git copy lacks). Name a repository and revision "
-                "of the kit that are complete"
+                f"{path} is absent, and so is {listed}, by which it could be made, or some of the tables are there and "
+                "others not. Name a repository and revision of the kit that are complete"
             )
         if size % ROPE_ROW_BYTES:
             raise TreeError(f"{path}: {size} bytes are not whole rows of {ROPE_ROW_BYTES}")
@@ -91,21 +104,39 @@ def rows_by_sizes(sizes: Mapping[str, int], folder: str = "") -> int:
     return min(rows)
 
 
-def check(kit: Path, proof: Proof, rows_wanted: int) -> int:
-    """Refuse an incomplete kit or one with too short tables; returns the rows of its tables."""
+def rows_by_document(raw: bytes, label: str) -> int:
+    """Rows that the tables of ``rope.json`` have. Raises TreeError."""
+    try:
+        rows = json.loads(raw)["rows"]
+    except (ValueError, TypeError, KeyError) as exc:
+        raise TreeError(f"{label} does not say how many rows the RoPE tables have ({exc!r})") from exc
+    if type(rows) is not int or rows < 1:
+        raise TreeError(f"{label}: {rows!r} are no rows of RoPE tables")
+    return rows
+
+
+def read_manifest(kit: Path) -> dict[str, str]:
+    """The MANIFEST of a kit on this node."""
     path = kit / "MANIFEST"
     try:
-        manifest = parse_manifest(path.read_text(encoding="utf-8"))
+        return parse_manifest(path.read_text(encoding="utf-8"))
     except OSError as exc:
         raise TreeError(f"{path} cannot be read ({exc.strerror}): this is not a kit") from exc
+
+
+def check(kit: Path, proof: Proof, rows_wanted: int, accepted: Mapping[str, str] | None = None) -> int:
+    """Refuse an incomplete kit or one with too short tables; returns the rows of its tables.
+
+    ``accepted``: path to the sha256 that somebody wants in the place of the one in MANIFEST.
+    """
+    manifest = {**read_manifest(kit), **(accepted or {})}
     digests = {name: seen.sha256 for name, seen in proof.files.items()}
     unmade = [path for path in GENERATED if path not in digests]
     if unmade:
         raise TreeError(
-            f"{kit} lacks generated files ({', '.join(unmade)}): it is a copy of the kit's git repository. They are "
-            "not made here, because only the kit's own tools/make_rope.py (with PyTorch) and "
-            "tools/make_bias_vl.py (from the original release) give the engine's bits. Name a complete copy of the "
-            "kit, such as the folder kit of the Hub repository bertholomus/DeepSeek-V4.1-Flash-TensorFold-TP2-2xGB10"
+            f"{kit} lacks generated files ({', '.join(unmade)}): it is a copy of the kit's git repository. The role "
+            "rank_files makes them, or name a complete copy of the kit, such as the folder kit of the Hub repository "
+            "bertholomus/DeepSeek-V4.1-Flash-TensorFold-TP2-2xGB10"
         )
     wrong = compare(manifest, digests)
     if wrong:

@@ -147,6 +147,13 @@ def parse_layers(raw: Mapping[str, Mapping[str, Any]]) -> dict[str, Layer]:
     return found
 
 
+def every_file(layers: Mapping[str, Layer]) -> list[dict[str, str]]:
+    """Links of every file of every layer by its own name."""
+    return [
+        {"name": name, "layer": layer, "source": name} for layer, one in layers.items() for name in one.files
+    ]
+
+
 def parse_links(raw: Sequence[Mapping[str, Any]], layers: Mapping[str, Layer]) -> list[tuple[FileSpec, Path]]:
     """What the view holds: its specs, and the file that each is a link to. Raises ``TreeError``."""
     found = []

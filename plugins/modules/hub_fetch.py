@@ -129,6 +129,7 @@ from ..module_utils.hub_client import (
     dead_parts,
     explain,
     last_result,
+    token_of,
 )
 from ..module_utils.tree import (
     FileSpec,
@@ -167,16 +168,6 @@ from ..module_utils.weights_module import (
 )
 
 PROXY_NAMES = frozenset({"http_proxy", "https_proxy", "no_proxy", "all_proxy"})
-
-
-def token_of(params: dict[str, Any]) -> str:
-    """The token given, or that of the file when there is one."""
-    if params["token"]:
-        return str(params["token"]).strip()
-    if params["token_file"]:
-        with contextlib.suppress(FileNotFoundError):
-            return Path(params["token_file"]).read_text(encoding="utf-8").strip()
-    return ""
 
 
 def run_job(

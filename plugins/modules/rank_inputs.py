@@ -58,6 +58,10 @@ options:
     description: The kernel kit that is checked against its MANIFEST. Empty, or not there yet, checks nothing.
     type: path
     default: ""
+  kit_digests:
+    description: File of the kit to the sha256 that is wanted instead of the one in its MANIFEST.
+    type: dict
+    default: {}
   rope_rows:
     description: Rows that the kit's RoPE tables must have.
     type: int
@@ -139,7 +143,8 @@ from typing import Any, Union
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils.docker_api import DockerApi, DockerError, DockerNotFound
+from ..module_utils.docker_api import DockerError
+from ..module_utils.engine_tools import EngineTools
 from ..module_utils.fabric_copy import SizeWatch
 from ..module_utils.kit import check as check_kit
 from ..module_utils.rank_file import check_frame, explain, parse_name
@@ -166,7 +171,6 @@ from ..module_utils.tree import (
 )
 from ..module_utils.weights_module import (
     DOCKER_ARGS,
-    HELPER_LABEL,
     PROOF_ARGS,
     TRANSFER_ARGS,
     entry,
@@ -233,50 +237,12 @@ def available_memory() -> int:
     raise TreeError("/proc/meminfo has no MemAvailable")
 
 
-class Tools:
-    """The engine's own tools in containers without network."""
+class Tools(EngineTools):
+    """The engine's own tools for rank files and the token map."""
 
     def __init__(self, params: dict[str, Any]) -> None:
+        super().__init__(params["docker_socket"], params["image"])
         self._params = params
-        self._api = DockerApi(params["docker_socket"])
-
-    def has_image(self) -> bool:
-        """The engine image is here."""
-        try:
-            self._api.image_inspect(self._params["image"])
-        except DockerNotFound:
-            return False
-        return True
-
-    def need_image(self) -> None:
-        """Refuse when the engine image is not here."""
-        if not self.has_image():
-            raise TreeError(
-                f"the engine image {self._params['image'] or '(none named)'} is not on this node; run the "
-                "image role first"
-            )
-
-    def run(self, purpose: str, argv: list[str], binds: list[str], hear: Any = None) -> tuple[int, str, str]:
-        """(exit code, stdout, stderr) of one tool. A leftover of a dead run by this name is replaced."""
-        name = f"sparkfleet-{purpose}"
-        self._api.container_remove(name, force=True)
-        spec = {
-            "Image": self._params["image"],
-            "Entrypoint": argv[:1],
-            "Cmd": argv[1:],
-            "User": "0:0",
-            "Labels": {HELPER_LABEL: purpose},
-            "HostConfig": {
-                "NetworkMode": "none",
-                "Binds": binds,
-                "CapDrop": ["ALL"],
-                "SecurityOpt": ["no-new-privileges"],
-                "ReadonlyRootfs": True,
-                "Tmpfs": {"/tmp": "rw,mode=1777"},  # noqa: S108 - inside the container
-            },
-        }
-        code, out, err = self._api.run(name, spec, hear)
-        return code, out.decode("utf-8", "replace"), err.decode("utf-8", "replace")
 
     def name(self, item: Rank) -> str:
         """The file name that the engine's tool would give, by ``--index-only`` through a pipe."""
@@ -478,6 +444,7 @@ def main() -> None:
             "model_dir": {"type": "path", "default": ""},
             "token_map": {"type": "path", "default": ""},
             "kit": {"type": "path", "default": ""},
+            "kit_digests": {"type": "dict", "default": {}},
             "rope_rows": {"type": "int", "default": 0},
             "image": {"type": "str", "default": ""},
             "writer": {"type": "str", "choices": ["engine", "ours"], "default": "engine"},
@@ -498,7 +465,7 @@ def main() -> None:
             module.exit_json(changed=False, ranks=[], token_map_present=False, needed=False)
         if params["kit"] and Path(params["kit"]).is_dir():
             kit = Path(params["kit"])
-            check_kit(kit, read_proof(proof_path(kit)), params["rope_rows"])
+            check_kit(kit, read_proof(proof_path(kit)), params["rope_rows"], params["kit_digests"])
         forget = not module.check_mode
         ranks = [look(item, params["variant"], params["rehash"], forget) for item in params["ranks"]]
         map_there = token_map is None or token_map.is_file()

@@ -23,10 +23,12 @@ options:
     type: dict
     required: true
   links:
-    description: What the view holds, a list of C(name) (in the view), C(layer) and C(source) (name in the layer).
+    description:
+      - What the view holds, a list of C(name) (in the view), C(layer) and C(source) (name in the layer).
+      - Empty takes every file of every layer by its own name, which no two layers may share.
     type: list
     elements: dict
-    required: true
+    default: []
   data_dir:
     description: Data directory of sparkfleet, for lock files.
     type: path
@@ -75,7 +77,7 @@ from pathlib import Path
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils.overlay import inspect_view, link_into, parse_layers, parse_links, proof_of
+from ..module_utils.overlay import every_file, inspect_view, link_into, parse_layers, parse_links, proof_of
 from ..module_utils.tree import (
     TreeError,
     exclusive,
@@ -95,7 +97,7 @@ def main() -> None:
         argument_spec={
             "dest": {"type": "path", "required": True},
             "layers": {"type": "dict", "required": True},
-            "links": {"type": "list", "elements": "dict", "required": True},
+            "links": {"type": "list", "elements": "dict", "default": []},
             "data_dir": {"type": "path", "default": "/var/lib/sparkfleet"},
         },
         supports_check_mode=True,
@@ -104,7 +106,7 @@ def main() -> None:
     root = Path(params["dest"])
     try:
         layers = parse_layers(params["layers"])
-        wanted = parse_links(params["links"], layers)
+        wanted = parse_links(params["links"] or every_file(layers), layers)
         report = before = inspect_view(root, wanted)
         warnings = refuse_foreign(root, report.foreign)
         changed = not report.complete

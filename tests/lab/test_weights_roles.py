@@ -142,6 +142,32 @@ def data_of(node: Node) -> dict[str, str]:
     return {line.split("  ", 1)[1]: line.split("  ", 1)[0] for line in text.splitlines()}
 
 
+def test_what_a_kit_from_git_lacks_is_made_by_its_own_scripts(pair: list[Node]) -> None:
+    """On rank 0, in the engine image; both nodes then have every file of a whole kit, bit for bit."""
+    given = words(
+        weights_roles=["image", "checkpoint", "rank_files"],
+        rank_files_kit_repo="lab/kit-from-git",
+        rank_files_kit_revision=pins()["lab/kit-from-git"],
+        rank_files_original_repo="lab/DeepSeek-V4.1-Flash-1017",
+        rank_files_original_revision=pins()["lab/DeepSeek-V4.1-Flash-1017"],
+    )
+    proof = prove_check_mode(PLAYBOOK, inventory(), given)
+    assert not proof.problems, proof.report()
+    hashed = "cd {} && find . -type f | sort | xargs sha256sum"
+    whole = pair[0].text("sh", "-c", hashed.format(f"{DATA}/kit/lab--kit/*"))
+    trees = f"{DATA}/kit/lab--kit-from-git/{pins()['lab/kit-from-git']}"
+    view = f"{trees}-{pins()['lab/DeepSeek-V4.1-Flash-1017']}"
+    for node in pair:
+        assert node.text("sh", "-c", hashed.format(view)) == whole
+    assert pair[1].run("test", "-e", trees).status != 0, "a member that only reads has one tree"
+    table = "rope-plain-cos.f32"
+    pair[0].text("sh", "-c", f"printf X | dd of={view}/{table} conv=notrunc")
+    repaired = play(PLAYBOOK, inventory(), extra=given)
+    assert repaired.rc == 0, repaired.output
+    assert {host for host, _task in repaired.changed()} == {"spark-1"}
+    assert pair[0].text("sh", "-c", hashed.format(view)) == whole
+
+
 def test_two_releases_lie_side_by_side_and_a_switch_mixes_nothing(pair: list[Node]) -> None:
     before = [data_of(node) for node in pair]
     overlaid = run(weights_overlaid=True)

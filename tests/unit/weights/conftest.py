@@ -69,6 +69,16 @@ def fill(folder: Path, sizes: dict[str, int], seed: int = 1) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The repositories of the lab: checkpoint, original release, kit, the kit from git, overlay."""
+    out = tmp_path_factory.mktemp("hub")
+    done = subprocess.run(
+        [sys.executable, "-m", "lab.checkpoint", str(out)], cwd=ROOT, capture_output=True, check=True
+    )
+    return {name: Path(one["path"]) for name, one in json.loads(done.stdout).items()}
+
+
 @dataclass
 class Share:
     """An rsync daemon with the configuration that a node would run, on loopback."""

@@ -29,16 +29,6 @@ def process(argv: list[str]) -> subprocess.CompletedProcess[bytes]:
     return subprocess.run([sys.executable, *argv], capture_output=True, check=False, env=environment)
 
 
-@pytest.fixture(scope="module")
-def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A generated checkpoint, its Engram source and its kit."""
-    out = tmp_path_factory.mktemp("hub")
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.checkpoint", str(out)], cwd=ROOT, capture_output=True, check=True
-    )
-    return {name: Path(one["path"]) for name, one in json.loads(done.stdout).items()}
-
-
 @pytest.fixture
 def model(repos: dict[str, Path]) -> Path:
     return repos["lab/DeepSeek-V4.1-Flash-1017-EXL3"]
@@ -276,7 +266,7 @@ def test_a_kit_from_git_is_refused_by_the_name_of_what_it_lacks(
     folder, proof = a_kit
     kit.check(folder, proof, 8192)
     del proof.files[name]
-    with pytest.raises(TreeError, match=rf"{re.escape(name)}.*not made here.*Name a complete copy"):
+    with pytest.raises(TreeError, match=rf"{re.escape(name)}.*rank_files makes them.*a complete copy"):
         kit.check(folder, proof, 8192)
 
 
