@@ -76,27 +76,25 @@ def rope_rows(kit: Path, names: Sequence[str] = ROPE_TABLES) -> int:
     return min(rows)
 
 
-def rows_by_sizes(
-    sizes: Mapping[str, int], folder: str = "", document: Callable[[str], bytes] | None = None
-) -> int:
+def rows_by_sizes(sizes: Mapping[str, int], read: Callable[[str], bytes], folder: str = "") -> int:
     """Rows of the shortest RoPE table of a kit that is still on a server, from the sizes that it lists.
 
-    ``folder``: where the kit lies in the repository. ``document`` reads a small file of it: where no table is there,
-    they will be made with as many rows as ``rope.json`` says. Raises TreeError where a table is absent or no whole
-    rows.
+    ``read`` gives the contents of a small file of it: where no table is there, they will be made with as many rows as
+    ``rope.json`` says. ``folder``: where the kit lies in the repository. Raises TreeError where a table is absent or no
+    whole rows.
     """
-    listed = f"{folder.strip('/')}/{ROPE_DOCUMENT}".lstrip("/")
-    tables = {f"{folder.strip('/')}/{name}".lstrip("/") for name in ROPE_TABLES}
-    if document is not None and listed in sizes and not tables & set(sizes):
-        return rows_by_document(document(listed), listed)
+    base = f"{folder.strip('/')}/".lstrip("/")
+    document = base + ROPE_DOCUMENT
+    if document in sizes and not any(base + name in sizes for name in ROPE_TABLES):
+        return rows_by_document(read(document), document)
     rows = []
     for name in ROPE_TABLES:
-        path = f"{folder.strip('/')}/{name}".lstrip("/")
+        path = base + name
         size = sizes.get(path)
         if size is None:
             raise TreeError(
-                f"{path} is absent, and so is {listed}, by which it could be made, or some of the tables are there and "
-                "others not. Name a repository and revision of the kit that are complete"
+                f"{path} is absent. A kit has all four tables, or none and a {ROPE_DOCUMENT} by which they are made; "
+                "name a repository and revision that has"
             )
         if size % ROPE_ROW_BYTES:
             raise TreeError(f"{path}: {size} bytes are not whole rows of {ROPE_ROW_BYTES}")

@@ -502,7 +502,7 @@ def find_rope_rows(params: dict[str, Any], sources: Sources) -> int | None:
         if source["directory"]:
             root = Path(source["directory"])
             sizes = {path.name: path.stat().st_size for path in root.iterdir() if path.is_file()}
-            return kit.rows_by_sizes(sizes, document=lambda name: (root / name).read_bytes())
+            return kit.rows_by_sizes(sizes, lambda name: (root / name).read_bytes())
         _needs(source, "kit")
 
         def ask() -> int:
@@ -511,7 +511,7 @@ def find_rope_rows(params: dict[str, Any], sources: Sources) -> int | None:
             )
             listed = client.list_files()[1]
             sizes = {item.name: item.size for item in listed}
-            return kit.rows_by_sizes(sizes, source["folder"], lambda name: client.read(name, 0, sizes[name]))
+            return kit.rows_by_sizes(sizes, lambda name: client.read(name, 0, sizes[name]), source["folder"])
 
         return int(sources.of("kit", source, ask))
     except TreeError as error:

@@ -238,11 +238,11 @@ def test_both_forms_of_a_manifest_are_read() -> None:
 def test_rows_of_tables_that_will_be_made_come_from_their_document() -> None:
     document = json.dumps({"rows": 1114112, "half": 32}).encode()
     sizes = {"kit/rope.json": len(document), "kit/MANIFEST": 1}
-    assert kit.rows_by_sizes(sizes, "kit", lambda _name: document) == 1114112
+    assert kit.rows_by_sizes(sizes, lambda _name: document, "kit") == 1114112
     with pytest.raises(TreeError, match="is absent"):
-        kit.rows_by_sizes({**sizes, f"kit/{kit.ROPE_TABLES[0]}": 128}, "kit", lambda _name: document)
+        kit.rows_by_sizes({**sizes, f"kit/{kit.ROPE_TABLES[0]}": 128}, lambda _name: document, "kit")
     with pytest.raises(TreeError, match="does not say how many rows"):
-        kit.rows_by_sizes(sizes, "kit", lambda _name: b"{}")
+        kit.rows_by_sizes(sizes, lambda _name: b"{}", "kit")
 
 
 @pytest.mark.parametrize("index", [b"", b"[]", b"{}", b'{"weight_map": {"layers.0.w": "a"}}'])
