@@ -13,9 +13,9 @@ import shutil
 import socket
 import subprocess
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 #: Where tools live on a node. A non-login sudo session may lack the sbin directories.
 SEARCH_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -50,6 +50,18 @@ class Refusal(Exception):
         if self.remedy:
             text += f"; remedy: {self.remedy}"
         return {"msg": text, "node": name, "found": self.found, "wanted": self.wanted, "remedy": self.remedy}
+
+
+def finish(module: Any, act: Callable[[], dict[str, Any]]) -> NoReturn:
+    """End a module with what ``act`` gives, or with its refusal. Texts in ``warnings`` are warnings, no result."""
+    try:
+        result = {"changed": False, **act()}
+    except Refusal as refusal:
+        module.fail_json(**refusal.as_failure())
+    for text in result.pop("warnings", []):
+        module.warn(text)
+    module.exit_json(**result)
+    raise AssertionError("unreachable")
 
 
 class Answer(NamedTuple):

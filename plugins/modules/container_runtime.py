@@ -77,7 +77,7 @@ runtime:
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.container_runtime import ensure
-from ..module_utils.host_io import Host, Refusal
+from ..module_utils.host_io import Host, finish
 
 
 def main() -> None:
@@ -93,8 +93,9 @@ def main() -> None:
         supports_check_mode=True,
     )
     params = module.params
-    try:
-        result = ensure(
+    finish(
+        module,
+        lambda: ensure(
             Host(),
             nvidia=params["nvidia_runtime"],
             nvidia_path=params["nvidia_path"],
@@ -103,12 +104,8 @@ def main() -> None:
             allow_restart=params["allow_restart"],
             socket=params["socket"],
             check=module.check_mode,
-        )
-    except Refusal as refusal:
-        module.fail_json(**refusal.as_failure())
-    for text in result.pop("warnings"):
-        module.warn(text)
-    module.exit_json(**result)
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -74,7 +74,7 @@ guard:
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.guard_setup import ensure
-from ..module_utils.host_io import Host, Refusal
+from ..module_utils.host_io import Host, finish
 from ..module_utils.memory_guard import RECORDS
 
 
@@ -96,8 +96,9 @@ def main() -> None:
         supports_check_mode=True,
     )
     params = module.params
-    try:
-        result = ensure(
+    finish(
+        module,
+        lambda: ensure(
             Host(),
             present=params["state"] == "present",
             agent=params["agent"] or "",
@@ -106,12 +107,8 @@ def main() -> None:
             killers=params["killers"],
             records=params["records"],
             check=module.check_mode,
-        )
-    except Refusal as refusal:
-        module.fail_json(**refusal.as_failure())
-    for text in result.pop("warnings"):
-        module.warn(text)
-    module.exit_json(**result)
+        ),
+    )
 
 
 if __name__ == "__main__":

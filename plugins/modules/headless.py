@@ -63,7 +63,7 @@ headless:
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.headless import ensure
-from ..module_utils.host_io import Host, Refusal
+from ..module_utils.host_io import Host, finish
 
 
 def main() -> None:
@@ -75,19 +75,16 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    try:
-        result = ensure(
+    finish(
+        module,
+        lambda: ensure(
             Host(),
             desktop=module.params["state"] == "desktop",
             now=module.params["now"],
             stop_units=module.params["stop_units"],
             check=module.check_mode,
-        )
-    except Refusal as refusal:
-        module.fail_json(**refusal.as_failure())
-    for text in result.pop("warnings"):
-        module.warn(text)
-    module.exit_json(**result)
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -52,7 +52,7 @@ holds:
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils.host_io import Host, Refusal
+from ..module_utils.host_io import Host, finish
 from ..module_utils.package_holds import ensure
 
 
@@ -65,18 +65,15 @@ def main() -> None:
         required_if=[("state", "held", ["patterns"])],
         supports_check_mode=True,
     )
-    try:
-        result = ensure(
+    finish(
+        module,
+        lambda: ensure(
             Host(),
             held=module.params["state"] == "held",
             patterns=module.params["patterns"] or [],
             check=module.check_mode,
-        )
-    except Refusal as refusal:
-        module.fail_json(**refusal.as_failure())
-    for text in result.pop("warnings"):
-        module.warn(text)
-    module.exit_json(**result)
+        ),
+    )
 
 
 if __name__ == "__main__":

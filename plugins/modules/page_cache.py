@@ -48,7 +48,7 @@ freed_bytes: {description: Growth of MemFree., returned: success, type: int}
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils.host_io import Host, Refusal
+from ..module_utils.host_io import Host, finish
 from ..module_utils.page_cache import ensure
 
 
@@ -60,16 +60,15 @@ def main() -> None:
         },
         supports_check_mode=True,
     )
-    try:
-        result = ensure(
+    finish(
+        module,
+        lambda: ensure(
             Host(),
             min_free_gib=module.params["min_free_gib"],
             socket=module.params["socket"],
             check=module.check_mode,
-        )
-    except Refusal as refusal:
-        module.fail_json(**refusal.as_failure())
-    module.exit_json(**result)
+        ),
+    )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ message:
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.docker_api import DockerApi
-from ..module_utils.host_io import Host, Refusal
+from ..module_utils.host_io import Host, finish
 from ..module_utils.rank_report import bundle
 
 
@@ -81,13 +81,12 @@ def main() -> None:
     params = module.params
     if module.check_mode:
         module.exit_json(changed=False, path="", tail=[], message="")
-    try:
-        found = bundle(
+    finish(
+        module,
+        lambda: bundle(
             Host(), DockerApi(params["docker_socket"]), params["replica"], params["directory"], params["keep"]
-        )
-    except Refusal as refusal:
-        module.fail_json(**refusal.as_failure())
-    module.exit_json(changed=False, **found)
+        ),
+    )
 
 
 if __name__ == "__main__":

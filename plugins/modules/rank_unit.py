@@ -231,7 +231,7 @@ log:
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils.docker_api import DockerApi
-from ..module_utils.host_io import Host, Refusal
+from ..module_utils.host_io import Host, finish
 from ..module_utils.rank_install import ensure
 
 
@@ -281,11 +281,10 @@ def main() -> None:
         ],
         supports_check_mode=True,
     )
-    try:
-        result = ensure(Host(), DockerApi(module.params["docker_socket"]), module.params, module.check_mode)
-    except Refusal as refusal:
-        module.fail_json(**refusal.as_failure())
-    module.exit_json(**result)
+    finish(
+        module,
+        lambda: ensure(Host(), DockerApi(module.params["docker_socket"]), module.params, module.check_mode),
+    )
 
 
 if __name__ == "__main__":

@@ -27,6 +27,8 @@ def proof(lab: Lab):  # type: ignore[no-untyped-def]
 def test_check_mode_changes_nothing_and_predicts(proof) -> None:  # type: ignore[no-untyped-def]
     assert not proof.problems, proof.report()
     assert proof.real.changed_count() >= 15, "the lab was not bare"
+    for run in (proof.check, proof.real, proof.again):
+        assert "DEPRECAT" not in run.output.upper(), run.output
 
 
 def test_check_mode_shows_the_command_line_of_each_rank(proof) -> None:  # type: ignore[no-untyped-def]
