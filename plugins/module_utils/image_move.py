@@ -43,6 +43,7 @@ from .tree import (
     human,
     inspect,
     nearest_existing,
+    open_folders,
     proof_path,
     prove,
     read_proof,
@@ -180,12 +181,6 @@ def export(
         laid = lay_down(cast("IO[bytes]", _Reader(stream)), root, diff_ids, needed, progress.add)
     open_folders(root)
     return laid
-
-
-def open_folders(root: Path) -> None:
-    """Let the share walk a laid-down image, whatever the umask."""
-    for folder, _names, _files in os.walk(root):
-        Path(folder).chmod(0o755)
 
 
 def store_reader(store: Path) -> Callable[[str], bytes]:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from .model_lock import LockError, LockFile, ModelLock
-from .tree import FileSpec, Proof, Report, TreeError, parse_files
+from .tree import FileSpec, Proof, Report, TreeError, open_folders, parse_files
 
 #: Sorts behind ``model-*`` and whatever else a checkpoint calls its shards.
 PREFIX = "zz-overlay-"
@@ -216,6 +216,7 @@ def link_into(folder: Path, wanted: Sequence[tuple[FileSpec, Path]], needed: Seq
                 "one filesystem"
             ) from exc
         aside.replace(target)
+    open_folders(folder)
 
 
 def proof_of(wanted: Sequence[tuple[FileSpec, Path]], proofs: Mapping[Path, Proof]) -> Proof:

@@ -546,6 +546,12 @@ def exclusive(lock: Path, what: str) -> Iterator[int]:
         yield handle.fileno()
 
 
+def open_folders(root: Path) -> None:
+    """Let the share, which owns nothing, walk a tree, whatever the umask."""
+    for folder, _names, _files in os.walk(root):
+        Path(folder).chmod(0o755)
+
+
 def sync_tree(root: Path) -> None:
     """Flush files and directories of a tree, so that a power cut after the rename finds it whole."""
     for folder, _names, files in os.walk(root):
@@ -581,6 +587,7 @@ def place(work: Path, root: Path) -> None:
     """Give a proven tree its final name. ``work`` is the tree itself, in or below the partial directory."""
     for name in OWN_FOLDERS:
         shutil.rmtree(work / name, ignore_errors=True)
+    open_folders(work)
     sync_tree(work)
     work.replace(root)
     partial = partial_path(root)

@@ -9,7 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +152,22 @@ def test_a_view_of_both_is_a_whole_kit(make: Make, here: Path, calls: list[list[
     assert view["complete"], view
     root = Path(view["path"])
     assert kit.check(root, tree.read_proof(tree.proof_path(root)), 4096) >= 4096
+
+
+@pytest.fixture
+def closed_umask() -> Iterator[None]:
+    """What a hardened node gives to root."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def test_a_share_can_walk_what_was_made_under_a_closed_umask(
+    make: Make, calls: list[list[str]], closed_umask: None
+) -> None:
+    root = Path(make()["path"])
+    assert {path.stat().st_mode & 0o777 for path in (root, root / "vision")} == {0o755}
+    assert {path.stat().st_mode & 0o777 for path in root.rglob("*") if path.is_file()} == {0o644}
 
 
 def test_the_bias_of_another_release_is_refused_with_its_digest_and_taken_by_it(
