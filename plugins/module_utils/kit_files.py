@@ -146,7 +146,7 @@ def refuse_other(manifest: Mapping[str, str], made: Mapping[str, str], source: s
     hint = ""
     if BIAS in made and made[BIAS] != manifest[BIAS]:
         hint = (
-            f". The routing bias comes from {source}; a kit that was made for another release has another one. Name "
-            f"that release in rank_files_original_repo, or take this one with rank_files_bias_sha256: {made[BIAS]}"
+            f". The routing bias comes from {source}: take a kit that was made for this release, or take this one with "
+            f"rank_files_bias_sha256: {made[BIAS]}"
         )
     raise TreeError(f"what the kit's scripts made is not what its MANIFEST says: {'; '.join(wrong)}{hint}")

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ansible_collections.sparkfleet.serving.plugins.module_utils import kit, kit_files, tree
 from ansible_collections.sparkfleet.serving.plugins.module_utils.model_lock import HubClient
 from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import TreeError
 
-from .conftest import Hub, run_module
+from .conftest import ROOT, Hub, run_module
 
 ORIGINAL = "lab/DeepSeek-V4.1-Flash-1017"
 Make = Callable[..., dict[str, Any]]
@@ -178,7 +179,8 @@ def test_the_bias_of_another_release_is_refused_with_its_digest_and_taken_by_it(
     manifest.write_text("\n".join([*lines, f"{'0' * 64}  {kit.BIAS}"]) + "\n")
     refused = make()
     assert refused["failed"] and not Path(f"{here}-made").exists()
-    assert f"the routing bias comes from {ORIGINAL} at" in refused["msg"].replace("The", "the")
+    assert f"The routing bias comes from {ORIGINAL} at" in refused["msg"]
+    assert f"{kit.BIAS} has sha256" in refused["msg"] and f"instead of {'0' * 12}" in refused["msg"]
     digest = refused["msg"].rpartition("rank_files_bias_sha256: ")[2].strip()
     assert make(digests={kit.BIAS: digest})["changed"]
     assert make()["failed"], "what was taken by a word does not pass without it"
@@ -241,6 +243,11 @@ def test_a_damaged_table_is_made_again_and_a_strangers_file_stops_it(
     stranger.unlink()
     assert make()["changed"]
     assert not make()["changed"]
+
+
+def test_the_role_makes_what_the_check_wants() -> None:
+    values = yaml.safe_load((ROOT / "roles/rank_files/vars/main.yml").read_text())
+    assert values["__rank_files_kit_generated"] == sorted(kit.GENERATED)
 
 
 def test_both_forms_of_a_manifest_are_read() -> None:

@@ -21,15 +21,6 @@ from .conftest import ROOT, Hub, RunModule, run_module
 TOOL = ROOT / "lab/engine/context/bin/tf-dsv41-rank-cache"
 
 
-@pytest.fixture(scope="module")
-def repos(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    out = tmp_path_factory.mktemp("hub")
-    done = subprocess.run(
-        [sys.executable, "-m", "lab.checkpoint", str(out)], cwd=ROOT, capture_output=True, check=True
-    )
-    return {name: Path(one["path"]) for name, one in json.loads(done.stdout).items()}
-
-
 @pytest.fixture
 def published(hub: Hub, repos: dict[str, Path]) -> Hub:
     """The Hub stand-in with checkpoint and overlay."""
