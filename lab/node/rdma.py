@@ -59,6 +59,7 @@ class GidTable:
     def update(self, addresses: list[str], now: float, faults: GidFaults | None = None) -> None:
         """Bring the table in step with ``addresses`` (in order of arrival) at time ``now`` (seconds)."""
         faults = faults or GidFaults()
+        there = {entry.gid for entry in self.slots if entry}  # lateness takes no entry away
         if (faults.drift, faults.shift, faults.hole) != (
             self._faults.drift,
             self._faults.shift,
@@ -71,7 +72,8 @@ class GidTable:
         wanted = [
             gid_of(address)
             for address in addresses
-            if now - self._since[address] >= faults.late and not (faults.hole and ":" not in address)
+            if (gid_of(address) in there or now - self._since[address] >= faults.late)
+            and not (faults.hole and ":" not in address)
         ]
         if faults.shift:
             wanted.insert(0, "fe80:0000:0000:0000:5c3b:9d41:7e02:a6f8")

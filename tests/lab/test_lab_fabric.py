@@ -143,7 +143,7 @@ def test_gid_faults(pair: tuple[Node, Node]) -> None:
 def test_a_late_gid_appears_after_its_address(pair: tuple[Node, Node]) -> None:
     node = pair[0]
     with node.fault("gid-late", "3"):
-        gid_rows(node)
+        assert len(gid_rows(node)) == 4, "lateness takes no entry away"
         node.text("ip", "address", "del", f"{ADDRESSES[node.name][0]}/30", "dev", FIRST)
         eventually(lambda: len(gid_rows(node)) == 2, "the entry to go")
         node.text("ip", "address", "add", f"{ADDRESSES[node.name][0]}/30", "dev", FIRST)

@@ -73,6 +73,18 @@ def test_late_entries_come_when_their_time_is_over() -> None:
         assert len(used(made)) == slots
 
 
+def test_lateness_is_of_new_entries_and_takes_none_away() -> None:
+    made, late = table(["10.0.0.1"]), GidFaults(late=8)
+    for moment, faults in ((1.0, late), (2.0, GidFaults(late=8, drift=5))):
+        made.update(["10.0.0.1", "10.0.0.2"], moment, faults)
+        assert {gid for gid, _kind in used(made).values()} == {DEFAULT, gid_of("10.0.0.1")}
+    for moment, present, slots in ((3.0, [], 2), (4.0, ["10.0.0.1"], 2), (11.0, ["10.0.0.1"], 2)):
+        made.update(present, moment, late)
+        assert len(used(made)) == slots
+    made.update(["10.0.0.1"], 12.0, late)
+    assert len(used(made)) == 4
+
+
 def test_a_hole_takes_the_ipv4_entries_only_and_goes_with_the_switch() -> None:
     made = table(["10.0.0.1"], GidFaults(hole=True))
     assert set(used(made)) == {0, 1}
