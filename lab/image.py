@@ -51,6 +51,8 @@ NODE_PACKAGES = (
         "docker-cli",
         "docker-registry",
     ),
+    # DGX OS has git; the hub serves a repository with it.
+    "git",
     # As on DGX OS, and as off as there: NetworkManager is masked, ufw is not enabled; tests switch them on.
     *("network-manager", "ufw"),
 )

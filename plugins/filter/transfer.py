@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ansible.errors import AnsibleFilterError
+from ansible_collections.sparkfleet.serving.plugins.module_utils.git_source import is_git, repo_folder
 from ansible_collections.sparkfleet.serving.plugins.module_utils.tree import human
 
 
@@ -103,5 +104,7 @@ class FilterModule:
             "transfer_listen": transfer_listen,
             "members_where": members_where,
             "prune_line": prune_line,
+            "repo_folder": repo_folder,
+            "is_git": is_git,
             "host_address": host_address,
         }

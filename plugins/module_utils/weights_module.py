@@ -11,7 +11,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .tree import FileSpec, Report, TreeError, human, proof_path
+from .tree import (
+    FileSpec,
+    Progress,
+    Proof,
+    Report,
+    TreeError,
+    human,
+    inspect,
+    partial_path,
+    proof_path,
+    prove,
+    refuse_foreign,
+)
 
 #: Options of every module that moves or proves large files; documented by the fragment ``transfer``.
 TRANSFER_ARGS: Mapping[str, Any] = {
@@ -87,9 +99,50 @@ def summary(report: Report) -> dict[str, Any]:
     }
 
 
+def listed(files: Sequence[FileSpec], proof: Proof) -> list[dict[str, Any]]:
+    """A manifest as a result of a module, with the sha256 of what was proven."""
+    proven = {name: seen.sha256 for name, seen in proof.files.items()}
+    return [dict(item.as_dict(), sha256=proven.get(item.name, item.sha256)) for item in files]
+
+
 def movement(verb: str, report: Report, root: Path) -> str:
     """``3 files, 1.20 GiB to fetch into PATH``."""
     return f"{len(report.needed)} files, {human(report.needed_bytes)} to {verb} into {root}"
+
+
+def compare_tree(
+    root: Path,
+    files: Sequence[FileSpec],
+    proof: Proof,
+    params: Mapping[str, Any],
+    *,
+    progress: Progress,
+    left: Path | None = None,
+) -> tuple[Report, list[str], bool]:
+    """(report, warnings, whether it was read) of a tree against its manifest, or of what an unfinished run left.
+
+    Of a finished tree, whatever the proof does not cover is read. ``left``: where the unfinished one lies,
+    if not where it is made.
+    """
+    report = inspect(root if root.exists() else left or partial_path(root), files, proof, params["rehash"])
+    read = bool(report.unproven)
+    if not root.exists():
+        return report, [], read
+    warnings = refuse_foreign(root, report.foreign)
+    progress.step("proof", sum(item.size for item in report.unproven))
+    prove(root, report, proof, params.get("parallel", 4), progress.add)
+    return report, warnings, read
+
+
+def end_tree(
+    module: Any, root: Path, before: Report, after: Report, warnings: Sequence[str], **more: Any
+) -> NoReturn:
+    """End a module that brings a tree: counts of what was found, and whether it is whole now."""
+    for text in warnings:
+        module.warn(text)
+    result = {**summary(before), "path": str(root), "complete": after.complete and root.exists(), **more}
+    module.exit_json(**result)
+    raise AssertionError("unreachable")
 
 
 def lock_dir(data_dir: str) -> Path:

@@ -159,10 +159,12 @@ from ..module_utils.weights_module import (
     PARALLEL_ARGS,
     PROOF_ARGS,
     TRANSFER_ARGS,
+    compare_tree,
+    end_tree,
+    listed,
     movement,
     own_parents,
     refusal,
-    summary,
     tree_diff,
     tree_lock,
 )
@@ -373,17 +375,9 @@ def main() -> None:
             files = proof.listing if proof.meta == pin else ()
         if not files:
             files = only(hub.listing(params["repo"], params["revision"], params["prefix"]), params["names"])
-        here = root if root.exists() else partial_path(root) / params["prefix"].strip("/")
-        report = inspect(here, files, proof, params["rehash"])
-        warnings = refuse_foreign(root, report.foreign) if root.exists() else []
-        fresh = (
-            bool(report.unproven)
-            or manifest_digest(proof.listing) != manifest_digest(files)
-            or proof.meta != pin
-        )
-        if root.exists():
-            progress.step("proof", sum(item.size for item in report.unproven))
-            prove(root, report, proof, params["parallel"], progress.add)
+        left = partial_path(root) / params["prefix"].strip("/")
+        report, warnings, read = compare_tree(root, files, proof, params, progress=progress, left=left)
+        fresh = read or manifest_digest(proof.listing) != manifest_digest(files) or proof.meta != pin
         before = report
         changed = not (report.complete and root.exists())
         proof.listing, proof.meta = files, pin
@@ -409,25 +403,8 @@ def main() -> None:
         refusal(module, exc)
     finally:
         progress.close()
-    for text in warnings:
-        module.warn(text)
-    result = summary(before)
-    result.update(
-        changed=changed,
-        complete=report.complete and root.exists(),
-        path=str(root),
-        files=[
-            dict(
-                item.as_dict(),
-                sha256=proof.files[item.name].sha256 if item.name in proof.files else item.sha256,
-            )
-            for item in files
-        ],
-        diff=diff if changed else [],
-    )
-    if changed:
-        result["msg"] = movement("fetch", before, root)
-    module.exit_json(**result)
+    more = {"msg": movement("fetch", before, root), "diff": diff} if changed else {"diff": []}
+    end_tree(module, root, before, report, warnings, changed=changed, files=listed(files, proof), **more)
 
 
 if __name__ == "__main__":

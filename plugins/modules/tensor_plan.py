@@ -225,7 +225,7 @@ options:
         type: str
         default: https://huggingface.co
       repo:
-        description: Owner and name.
+        description: Owner and name on the Hub, or the URL of a git repository, which git on the host reads.
         type: str
       revision:
         description: Commit.
@@ -341,6 +341,7 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils import calibration, disk_budget, kit, model_lock, overlay, replica_plan
+from ..module_utils.git_source import GitSource, is_git
 from ..module_utils.safetensors import PlanError
 from ..module_utils.tree import TreeError
 
@@ -506,6 +507,10 @@ def find_rope_rows(params: dict[str, Any], sources: Sources) -> int | None:
         _needs(source, "kit")
 
         def ask() -> int:
+            if is_git(source["repo"]):
+                with GitSource(source["repo"], source["revision"], source["folder"]) as checkout:
+                    sizes = {item.name: item.size for item in checkout.listing()}
+                    return kit.rows_by_sizes(sizes, checkout.read)
             client = model_lock.HubClient(
                 source["endpoint"], source["repo"], source["revision"], token_of(source)
             )

@@ -90,6 +90,7 @@ seconds:
 import contextlib
 import time
 from pathlib import Path
+from typing import Any
 
 from ansible.module_utils.basic import AnsibleModule
 
@@ -102,7 +103,6 @@ from ..module_utils.tree import (
     manifest_digest,
     open_for_work,
     parse_files,
-    partial_path,
     place,
     proof_path,
     prove,
@@ -115,6 +115,8 @@ from ..module_utils.weights_module import (
     PARALLEL_ARGS,
     PROOF_ARGS,
     TRANSFER_ARGS,
+    compare_tree,
+    end_tree,
     movement,
     need_tool,
     own_parents,
@@ -150,18 +152,13 @@ def main() -> None:
         if not files:
             raise TreeError(f"the manifest of {root} is empty: nothing could be proven")
         proof = read_proof(proof_path(root))
-        here = root if root.exists() else partial_path(root)
-        report = inspect(here, files, proof, params["rehash"])
-        warnings = refuse_foreign(root, report.foreign) if root.exists() else []
-        fresh = bool(report.unproven) or manifest_digest(proof.listing) != manifest_digest(files)
-        if root.exists():
-            progress.step("proof", sum(item.size for item in report.unproven))
-            prove(root, report, proof, params["parallel"], progress.add)
+        report, warnings, read = compare_tree(root, files, proof, params, progress=progress)
+        fresh = (
+            read or manifest_digest(proof.listing) != manifest_digest(files) or proof.meta != params["meta"]
+        )
         before = report
         needed = not (report.complete and root.exists())
-        proof.listing = files
-        fresh = fresh or proof.meta != params["meta"]
-        proof.meta = params["meta"]
+        proof.listing, proof.meta = files, params["meta"]
         changed = needed and params["state"] == "present"
         lock = tree_lock(params["data_dir"], "copy", root)
         diff = tree_diff(root, before, lock)
@@ -208,21 +205,20 @@ def main() -> None:
         refusal(module, exc)
     finally:
         progress.close()
-    for text in warnings:
-        module.warn(text)
-    result = summary(before)
-    result.update(
-        changed=changed,
-        complete=report.complete and root.exists(),
-        needed=needed,
-        path=str(root),
-        diff=diff if changed else [],
-    )
-    if needed:
-        result["msg"] = movement("copy", before, root)
+    more: dict[str, Any] = {"msg": movement("copy", before, root)} if needed else {}
     if seconds:
-        result["seconds"] = round(seconds, 2)
-    module.exit_json(**result)
+        more["seconds"] = round(seconds, 2)
+    end_tree(
+        module,
+        root,
+        before,
+        report,
+        warnings,
+        changed=changed,
+        needed=needed,
+        diff=diff if changed else [],
+        **more,
+    )
 
 
 if __name__ == "__main__":

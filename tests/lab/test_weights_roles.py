@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lab import instance
+from lab.config import HUB_NAME
 from lab.testing import Node, engine, lab, nodes
 from tests.proof.prove import Run, play, prove_check_mode
 
@@ -144,10 +145,12 @@ def data_of(node: Node) -> dict[str, str]:
 
 def test_what_a_kit_from_git_lacks_is_made_by_its_own_scripts(pair: list[Node]) -> None:
     """On rank 0, in the engine image; both nodes then have every file of a whole kit, bit for bit."""
+    url = f"git://{HUB_NAME}/kit"
+    commit = pair[0].text("git", "ls-remote", url, "HEAD").split()[0]
     given = words(
         weights_roles=["image", "checkpoint", "rank_files"],
-        rank_files_kit_repo="lab/kit-from-git",
-        rank_files_kit_revision=pins()["lab/kit-from-git"],
+        rank_files_kit_repo=url,
+        rank_files_kit_revision=commit,
         rank_files_original_repo="lab/DeepSeek-V4.1-Flash-1017",
         rank_files_original_revision=pins()["lab/DeepSeek-V4.1-Flash-1017"],
     )
@@ -155,7 +158,7 @@ def test_what_a_kit_from_git_lacks_is_made_by_its_own_scripts(pair: list[Node]) 
     assert not proof.problems, proof.report()
     hashed = "cd {} && find . -type f | sort | xargs sha256sum"
     whole = pair[0].text("sh", "-c", hashed.format(f"{DATA}/kit/lab--kit/*"))
-    trees = f"{DATA}/kit/lab--kit-from-git/{pins()['lab/kit-from-git']}"
+    trees = f"{DATA}/kit/{HUB_NAME}--kit/{commit}"
     view = f"{trees}-{pins()['lab/DeepSeek-V4.1-Flash-1017']}"
     for node in pair:
         assert node.text("sh", "-c", hashed.format(view)) == whole
