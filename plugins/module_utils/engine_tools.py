@@ -1,5 +1,5 @@
 # GNU General Public License v3.0+ (see LICENSE or https://www.gnu.org/licenses/gpl-3.0.txt)
-"""Tools that come with the engine or its kit, run in a container of the engine image without network."""
+"""Tools that come with the engine or its kit, run in a container of the engine image."""
 
 from __future__ import annotations
 
@@ -40,6 +40,8 @@ class EngineTools:
         binds: Sequence[str],
         hear: Callable[[int, bytes], None] | None = None,
         environment: Mapping[str, str] | None = None,
+        *,
+        network: str = "none",
     ) -> tuple[int, str, str]:
         """(exit code, stdout, stderr) of one tool. A leftover of a dead run by this name is replaced."""
         name = f"sparkfleet-{purpose}"
@@ -52,7 +54,7 @@ class EngineTools:
             "Env": [f"{key}={value}" for key, value in (environment or {}).items()],
             "Labels": {HELPER_LABEL: purpose},
             "HostConfig": {
-                "NetworkMode": "none",
+                "NetworkMode": network,
                 "Binds": list(binds),
                 "CapDrop": ["ALL"],
                 "SecurityOpt": ["no-new-privileges"],

@@ -120,7 +120,8 @@ from typing import Any, Callable
 
 from ansible.module_utils.basic import AnsibleModule
 
-from ..module_utils.docker_api import DockerApi, DockerError, DockerNotFound
+from ..module_utils.docker_api import DockerError
+from ..module_utils.engine_tools import EngineTools
 from ..module_utils.fabric_copy import RUN_DIR, SizeWatch
 from ..module_utils.hub_client import (
     FETCH_SCRIPT,
@@ -155,7 +156,6 @@ from ..module_utils.tree import (
 )
 from ..module_utils.weights_module import (
     DOCKER_ARGS,
-    HELPER_LABEL,
     PARALLEL_ARGS,
     PROOF_ARGS,
     TRANSFER_ARGS,
@@ -174,36 +174,14 @@ PROXY_NAMES = frozenset({"http_proxy", "https_proxy", "no_proxy", "all_proxy"})
 
 def run_job(
     params: dict[str, Any], job: Path, work: Path, hear: Callable[[int, bytes], None]
-) -> tuple[int, bytes]:
+) -> tuple[int, str]:
     """Run the script of ``job`` in a container of the engine image: (exit code, stderr)."""
-    api = DockerApi(params["docker_socket"])
-    name = "sparkfleet-fetch-" + hashlib.sha256(str(work).encode()).hexdigest()[:12]
-    try:
-        api.image_inspect(params["image"])
-    except DockerNotFound as exc:
-        raise TreeError(
-            f"the engine image {params['image'] or '(none named)'} is not on this node, and the download "
-            "runs "
-            "in it; run the image role first"
-        ) from exc
+    tools = EngineTools(params["docker_socket"], params["image"])
+    tools.need_image()
     # We hold the lock, so a container of this name belongs to a run that died; what it brought is kept.
-    api.container_remove(name, force=True)
-    spec = {
-        "Image": params["image"],
-        "Entrypoint": ["python3", "/job/fetch.py"],
-        "Cmd": [],
-        "User": "0:0",
-        "Labels": {HELPER_LABEL: "fetch"},
-        "HostConfig": {
-            "NetworkMode": "host",
-            "Binds": [f"{job}:/job:ro", f"{work}:/fetch"],
-            "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges"],
-            "ReadonlyRootfs": True,
-            "Tmpfs": {"/tmp": "rw,mode=1777"},  # noqa: S108 - inside the container
-        },
-    }
-    code, _out, err = api.run(name, spec, hear)
+    purpose = "fetch-" + hashlib.sha256(str(work).encode()).hexdigest()[:12]
+    argv, binds = ("python3", "/job/fetch.py"), (f"{job}:/job:ro", f"{work}:/fetch")
+    code, _out, err = tools.run(purpose, argv, binds, hear, network="host")
     return code, err
 
 
@@ -263,7 +241,7 @@ def download(
     last = last_result(output)
     if code != 0 or not last.get("ok"):
         if not output:
-            last = {"kind": "client", "message": err.decode("utf-8", "replace").strip()[-300:]}
+            last = {"kind": "client", "message": err.strip()[-300:]}
         explain(last, params["repo"], params["revision"], bool(token), str(work))
 
 

@@ -249,7 +249,7 @@ def test_a_download_killed_at_10_50_and_90_percent_goes_on_each_time(
     sizes = f"$(find {root} -type f -printf '%s\\n' 2>/dev/null | awk '{{s+=$1}} END {{print s+0}}')"
     try:
         for share in (10, 50, 90):
-            kill = "docker kill $(docker ps -q --filter label=sparkfleet.helper=fetch) >/dev/null 2>&1"
+            kill = "docker kill $(docker ps -q --filter name=sparkfleet-fetch-) >/dev/null 2>&1"
             watch = (
                 f"for n in $(seq 3000); do if [ {sizes} -ge {total * share // 100} ]; then {kill} && exit 0; fi; "
                 "sleep 0.02; done"

@@ -188,7 +188,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunModule:
 
     def run_job(
         _params: dict[str, Any], job: Path, work: Path, hear: Callable[[int, bytes], None]
-    ) -> tuple[int, bytes]:
+    ) -> tuple[int, str]:
         task = json.loads((job / "job.json").read_text())
         task.update(dest=str(work), home=str(work / ".cache/home"))
         (job / "job.json").write_text(json.dumps(task))
@@ -200,7 +200,7 @@ def fetch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> RunModule:
             env={"PATH": os.environ["PATH"], "HF_HUB_DISABLE_XET": "1", "HF_HUB_DOWNLOAD_TIMEOUT": "5"},
         )
         hear(1, done.stdout)
-        return done.returncode, done.stderr
+        return done.returncode, done.stderr.decode()
 
     monkeypatch.setattr(module, "run_job", run_job)
     monkeypatch.setattr(module, "RUN_DIR", tmp_path / "run")
