@@ -1,4 +1,7 @@
-"""The abliterated overlay by the whole job: predicted, served beside the first release, and back without a download."""
+"""The abliterated overlay by the whole job: predicted, served beside the first release, and back without a download.
+
+Its kernel kit comes from a git repository, whose generated files are made here.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import Any
 import pytest
 
 from lab import instance as lab_instance
-from lab.config import NODES
+from lab.config import HUB_NAME, NODES
 from lab.config import instance as chosen
 from tests.proof.prove import Proof, play, prove_check_mode
 from tests.site.conftest import Lab
@@ -20,6 +23,7 @@ pytestmark = pytest.mark.lab
 
 DATA = "/var/lib/sparkfleet"
 OVERLAY = "lab/keys-DeepSeek-V4.1-Flash-1017-Abliterated"
+KIT = f"git://{HUB_NAME}/kit"
 TOKEN = "hf_TokenOfTheOverlay0123456789"
 #: Trees of weights and rank files, each file with its sha256. Passing things and proofs are named with a dot.
 SUMS = f"cd {DATA} && find models rank-files token-map -type f ! -path '*/.*' | sort | xargs sha256sum"
@@ -40,13 +44,15 @@ def lab() -> Iterator[Lab]:
     yield found
 
 
-def words(token: str = "") -> list[str]:
+def words(lab: Lab, token: str = "") -> list[str]:
     stamp = next(lab_instance.hub_content().glob(".generated-*.json"))
     revision = json.loads(stamp.read_text())[OVERLAY]["revision"]
     chosen_words: dict[str, Any] = {
         "sparkfleet_ablit": True,
         "sparkfleet_ablit_repo": OVERLAY,
         "sparkfleet_ablit_revision": revision,
+        "sparkfleet_kit_repo": KIT,
+        "sparkfleet_kit_revision": lab.on(NODES[0], "git", "ls-remote", KIT, "HEAD").split()[0],
         **({"sparkfleet_hub_token_file": token} if token else {}),
     }
     return ["-e", json.dumps(chosen_words)]
@@ -90,7 +96,7 @@ def proof(lab: Lab, first: dict[str, Any], tmp_path_factory: pytest.TempPathFact
     token = tmp_path_factory.mktemp("hub") / "token"
     token.write_text(TOKEN + "\n")
     token.chmod(0o600)
-    return prove_check_mode("site.yml", lab.inventory, words(str(token)))
+    return prove_check_mode("site.yml", lab.inventory, words(lab, str(token)))
 
 
 @pytest.mark.field("B66")
@@ -98,7 +104,7 @@ def test_without_the_token_it_is_refused_while_the_first_release_serves(
     lab: Lab, first: dict[str, Any]
 ) -> None:
     before = lab.containers()
-    refused = play("site.yml", lab.inventory, extra=words())
+    refused = play("site.yml", lab.inventory, extra=words(lab))
     assert refused.rc != 0
     text = " ".join(refused.output.split())
     assert OVERLAY in text and "token" in text, text[-2000:]
@@ -130,6 +136,11 @@ def test_both_releases_lie_beside_each_other(lab: Lab, first: dict[str, Any], pr
         sources = {row["Source"] for row in mounted}
         assert f"{DATA}/{added.rpartition('/')[0]}" in sources
         assert f"{DATA}/{before.rpartition('/')[0]}" not in sources, "a launch mounts one"
+        (kit,) = (row["Source"] for row in mounted if row["Destination"] == "/kit")
+        assert kit.startswith(f"{DATA}/kit/{HUB_NAME}--kit/")
+        hashed = "cd {} && find . -type f | sort | xargs sha256sum"
+        whole = lab.on(node, "sh", "-c", hashed.format(f"{DATA}/kit/lab--kit/*"))
+        assert lab.on(node, "sh", "-c", hashed.format(kit)) == whole, "a kit that was made is the whole kit"
 
 
 def test_it_answers_with_other_weights_and_goes_back_without_a_download(
