@@ -36,7 +36,7 @@ from ansible_collections.sparkfleet.serving.plugins.module_utils.rank_state impo
 )
 
 from . import gate, gid, logs
-from .common import Status, load_launch, sd_notify, since_boot, until
+from .common import Status, load_launch, sd_notify, until
 
 LOG = logging.getLogger(__name__)
 HELP = "run the rank of a replica (for systemd)"
@@ -47,8 +47,9 @@ EXIT_DOCKER = 21
 EXIT_ENDED = 22
 EXIT_PEER_LOST = 70
 
-#: Seconds after boot in which peers, rails and Docker may still be coming up.
+#: Seconds after its boot in which a peer may still start its rank.
 BOOT_S = 900.0
+#: Seconds to wait for peers, rails and Docker: of a start at boot, and of one that somebody waits for.
 BOOT_WAIT_S = 600.0
 WAIT_S = 60.0
 #: Seconds that a start at boot gives a peer to show that it comes along.
@@ -88,6 +89,7 @@ class Rank:
         self.status = Status(host, self.replica)
         self.stop = threading.Event()
         self.started_at = time.time()
+        self.at_boot = False
         self.container = ""
         self.exit_code: int | None = None
         self.exit_note = ""
@@ -98,8 +100,8 @@ class Rank:
     # -- before the container ------------------------------------------------------------------------------
 
     def wait_s(self) -> float:
-        """How long to wait for what may come: longer soon after a boot."""
-        return BOOT_WAIT_S if since_boot(self.host) < BOOT_S else WAIT_S
+        """How long to wait for what may come: longer at boot, when peers, rails and Docker come up too."""
+        return BOOT_WAIT_S if self.at_boot else WAIT_S
 
     def say(self, phase: str, message: str, **more: Any) -> None:
         LOG.info("rank %d of %s: %s", self.rank, self.replica, message)
@@ -471,15 +473,15 @@ class Rank:
     def run(self) -> int:
         """The whole life of the rank; returns the exit code."""
         try:
-            at_boot = self.take_boot_note()
+            self.at_boot = self.take_boot_note()
             self.say("checking", "checking the node")
-            if at_boot:
+            if self.at_boot:
                 self.committed()
             gate.check(self.host, self.docker, self.launch, self.gate_wait(), self.stop.is_set)
             self.check_stop()
             self.say("waiting", "comparing the launch with the peers")
             self.agree()
-            if at_boot:
+            if self.at_boot:
                 self.company()
             self.turn()
             self.start()
