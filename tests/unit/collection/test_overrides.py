@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import yaml
@@ -56,3 +59,26 @@ def test_the_example_invents_no_pin() -> None:
         "sparkfleet_engine_commit",
     ):
         assert example[name] == "", name
+
+
+def test_the_overrides_hold_on_the_controller_too() -> None:
+    """Extra vars reach the implicit localhost, where reports are shown and `inventory_dir` is not defined."""
+    words = (
+        "adhoc",
+        "localhost",
+        "-i",
+        "inventory/example",
+        "-m",
+        "ansible.builtin.debug",
+        "-e",
+        "@lab/overrides.yml",
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "ansible", *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "ANSIBLE_CONFIG": str(ROOT / "ansible.cfg")},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
