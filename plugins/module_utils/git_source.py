@@ -12,12 +12,13 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import signal
 import subprocess
 import tempfile
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from .tree import FileSpec, TreeError, parse_files
+from .tree import FileSpec, TreeError, check_name, parse_files
 from .weights_module import need_tool
 
 SCHEMES = ("https", "http", "git", "ssh", "file")
@@ -28,6 +29,22 @@ FETCH_SECONDS = 1800
 SLOW = ("-c", "http.lowSpeedLimit=1000", "-c", "http.lowSpeedTime=60")
 #: Servers that give no single commit say so in these words; their branches and tags are fetched whole.
 _WHOLE_ONLY = ("unadvertised object", "does not support shallow")
+#: What git takes from the environment about a repository that somebody works in.
+_LOCAL = frozenset(
+    {
+        *(
+            "GIT_DIR",
+            "GIT_WORK_TREE",
+            "GIT_COMMON_DIR",
+            "GIT_INDEX_FILE",
+            "GIT_NAMESPACE",
+            "GIT_DEFAULT_HASH",
+        ),
+        *("GIT_OBJECT_DIRECTORY", "GIT_ALTERNATE_OBJECT_DIRECTORIES"),
+    }
+)
+#: A file that stands for one in git-lfs is smaller than this.
+_POINTER_BYTES = 1024
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 
 
@@ -42,60 +59,96 @@ def repo_folder(repo: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "--", plain.strip("/"))
 
 
+def shown(url: str) -> str:
+    """A URL without what may be a secret: user, query, fragment."""
+    plain = url.partition("?")[0].partition("#")[0]
+    return re.sub(r"//[^/]*@", "//", plain)
+
+
 def check_git(url: str, revision: str) -> None:
-    """Refuse what is no URL of git or no commit. Raises TreeError."""
-    parts = urlsplit(url)
-    if parts.scheme not in SCHEMES or not parts.path.strip("/"):
+    """Refuse what is no URL of git or no commit. Raises TreeError, which never repeats a secret."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as exc:
+        raise TreeError(f"{shown(url)} is no URL: {exc}") from None
+    if parts.password or parts.query or parts.fragment or (parts.username and parts.scheme != "ssh"):
         raise TreeError(
-            f"{url!r} is no URL of a git repository: it begins with one of {', '.join(SCHEMES)} and ://, and has a path"
+            f"the URL of {shown(url)} holds a secret or options, which would stand in logs and file names; leave them "
+            "out and give a secret to git on the node, in a credential helper of root"
         )
-    if parts.password or (parts.username and parts.scheme in ("https", "http")):
+    if not url.startswith(tuple(f"{scheme}://" for scheme in SCHEMES)) or not parts.path.strip("/"):
         raise TreeError(
-            f"the URL of {parts.hostname}{parts.path} holds a secret, which would stand in logs and file names; "
-            "leave it out and give it to git on the node, in a credential helper of root"
+            f"{shown(url)} is no URL of a git repository: it begins with one of {', '.join(SCHEMES)} and ://, and has "
+            "a path"
         )
     if not _COMMIT.match(revision):
         raise TreeError(
-            f"{url}: revision {revision!r} is not a commit id (40 hex digits). A branch can change under a running "
-            "fleet; give the commit"
+            f"{shown(url)}: revision {revision!r} is not a commit id (40 hex digits). A branch can change under a "
+            "running fleet; give the commit"
         )
+
+
+#: Words of git's or ssh's messages, in this order, and what they mean with what to do.
+MEANINGS = (
+    (("not our ref", "unadvertised object"), "the repository has no such commit; correct the revision"),
+    (("no space left",), "the directory for passing files is full (/tmp, or TMPDIR); free space there"),
+    (
+        ("dubious ownership",),
+        "the repository belongs to another user; give it to root, or use safe.directory of git",
+    ),
+    (
+        ("host key verification",),
+        "root on the node does not know the key of that host; add it to known_hosts",
+    ),
+    (
+        (
+            "could not read username",
+            "could not read password",
+            "authentication failed",
+            "permission denied",
+            "error: 403",
+        ),
+        "there is no such repository, or it is private; correct the URL, or let git on the node, as root, have access "
+        "to it",
+    ),
+    (("407",), "the proxy wants a login; give it to git on the node (http.proxy)"),
+    (
+        ("not found", "not exported", "does not appear to be", "does not exist"),
+        "there is no such repository; correct the URL",
+    ),
+    (
+        (
+            *(
+                "could not resolve",
+                "unable to look up",
+                "unable to connect",
+                "failed to connect",
+                "timed out",
+            ),
+            *("couldn't connect", "connection refused", "unreachable", "too slow"),
+        ),
+        "the server cannot be reached from this node; give it a way there (a proxy: http.proxy of git)",
+    ),
+)
+#: Last words of git that say only that something before them went wrong.
+_GENERIC = (
+    "could not read from remote repository",
+    "unpack-objects failed",
+    "index-pack failed",
+    "early eof",
+)
 
 
 def reason(said: str, url: str, revision: str) -> str:
-    """What git's own last words mean, and what to do. Pure."""
-    lines = [line.strip() for line in said.splitlines() if line.strip()]
-    last = next((line for line in reversed(lines) if line.startswith(("fatal:", "error:"))), "") or "\n".join(
-        lines[-1:]
-    )
-    where = f"{url} at {revision}: git said {last!r}: "
+    """What git's own words mean, and what to do. Pure."""
+    lines = [shown(line.strip()) for line in said.splitlines() if line.strip()]
+    telling = [line for line in lines if not any(words in line.lower() for words in _GENERIC)] or lines
+    first = next((line for line in telling if line.startswith(("fatal:", "error:"))), "".join(telling[-1:]))
     low = said.lower()
-    if "not our ref" in low or "unadvertised object" in low:
-        return f"{where}the repository has no such commit; correct the revision"
-    if "could not read username" in low or "authentication failed" in low or "permission denied" in low:
-        return (
-            f"{where}there is no such repository, or it is private; correct the URL, or let git on the node, as root, "
-            "have access to it"
-        )
-    if any(
-        words in low for words in ("not found", "not exported", "does not appear to be", "does not exist")
-    ):
-        return f"{where}there is no such repository; correct the URL"
-    if any(
-        words in low
-        for words in (
-            "could not resolve",
-            "unable to look up",
-            "unable to connect",
-            "failed to connect",
-            "timed out",
-            "couldn't connect",
-            "connection refused",
-            "unreachable",
-            "too slow",
-        )
-    ):
-        return f"{where}the server cannot be reached from this node; give it a way there (a proxy: http.proxy of git)"
-    return f"{where}the fetch failed"
+    meaning = next(
+        (text for words, text in MEANINGS if any(word in low for word in words)), "the fetch failed"
+    )
+    return f"{shown(url)} at {revision}: git said {first!r}: {meaning}"
 
 
 class GitSource:
@@ -105,7 +158,7 @@ class GitSource:
         check_git(url, revision)
         self.url = url
         self.revision = revision
-        self._folder = folder.strip("/")
+        self._folder = check_name(folder.strip("/")) if folder.strip("/") else ""
         self._open = contextlib.ExitStack()
         self._scratch = ""
         self._files: tuple[FileSpec, ...] = ()
@@ -117,26 +170,30 @@ class GitSource:
         self._open.close()
 
     def _run(self, *words: str) -> subprocess.CompletedProcess[bytes]:
-        environment = {**os.environ, "LC_ALL": "C", "GIT_TERMINAL_PROMPT": "0"}
-        environment = {
-            name: value for name, value in environment.items() if name not in ("GIT_DIR", "GIT_WORK_TREE")
-        }
-        environment.setdefault("GIT_SSH_COMMAND", "ssh -oBatchMode=yes -oConnectTimeout=20")
+        environment = {name: value for name, value in os.environ.items() if name not in _LOCAL}
+        environment.update(LC_ALL="C", GIT_TERMINAL_PROMPT="0")
         argv = [need_tool("git", "git"), "--git-dir", self._scratch, *SLOW, *words]
-        try:
-            return subprocess.run(
-                argv,
-                env=environment,
-                stdin=subprocess.DEVNULL,
-                capture_output=True,
-                timeout=FETCH_SECONDS,
-                check=False,
-            )
-        except subprocess.TimeoutExpired:
-            raise TreeError(
-                f"{self.url} at {self.revision}: git {words[0]} did not end within {FETCH_SECONDS} s; look at the "
-                "network and run again"
-            ) from None
+        # Of a session of its own: nothing can ask on a terminal, and all of it ends together.
+        with subprocess.Popen(
+            argv,
+            env=environment,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            start_new_session=True,
+        ) as git:
+            try:
+                out, err = git.communicate(timeout=FETCH_SECONDS)
+            except BaseException as exc:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(git.pid, signal.SIGKILL)
+                if not isinstance(exc, subprocess.TimeoutExpired):
+                    raise
+                raise TreeError(
+                    f"{shown(self.url)} at {self.revision}: git {words[0]} did not end within {FETCH_SECONDS} s; look "
+                    "at the network and run again"
+                ) from None
+        return subprocess.CompletedProcess(argv, git.returncode, out, err)
 
     def _ask(self, *words: str) -> bytes:
         done = self._run(*words)
@@ -169,6 +226,8 @@ class GitSource:
         rows = []
         for line in filter(None, raw.split("\0")):
             facts, _tab, path = line.partition("\t")
+            if not path.startswith(start):
+                continue
             mode, kind, oid, size = facts.split()
             name = path[len(start) :]
             if name.rpartition("/")[2] in (".gitattributes", ".gitignore"):
@@ -183,23 +242,29 @@ class GitSource:
             raise TreeError(
                 f"{self.url} at {self.revision} has no files below {start or 'its root'}; correct the folder"
             )
-        self._files = parse_files(rows)
-        return self._files
+        files = parse_files(rows)
+        for spec in files:
+            if spec.size <= _POINTER_BYTES and self._blob(spec.blob_id).startswith(_LFS_POINTER):
+                raise TreeError(
+                    f"{self.url} at {self.revision}: {spec.name} lies in git-lfs, which is not read; name a repository "
+                    "that has the file itself, such as one on the Hub"
+                )
+        self._files = files
+        return files
+
+    def _blob(self, oid: str) -> bytes:
+        return self._ask("cat-file", "blob", oid)
 
     def read(self, name: str) -> bytes:
-        """The bytes of a file of the listing. Raises TreeError for one that git-lfs keeps elsewhere."""
-        oid = next(spec.blob_id for spec in self.listing() if spec.name == name)
-        data = self._ask("cat-file", "blob", oid)
-        if data.startswith(_LFS_POINTER):
-            raise TreeError(
-                f"{self.url} at {self.revision}: {name} lies in git-lfs, which is not read; name a repository that has "
-                "the file itself, such as one on the Hub"
-            )
-        return data
+        """The bytes of a file of the listing."""
+        return self._blob(next(spec.blob_id for spec in self.listing() if spec.name == name))
 
     def export(self, name: str, work: Path) -> None:
-        """Write a file of the listing below ``work``."""
+        """Write a file of the listing below ``work``. Raises TreeError where a link stands in for a folder."""
         path = work / name
+        for parent in path.parents[: name.count("/")]:
+            if parent.is_symlink():
+                raise TreeError(f"{parent} is a symbolic link, and nothing of ours; move it elsewhere")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)
         path.write_bytes(self.read(name))

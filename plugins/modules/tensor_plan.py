@@ -341,7 +341,7 @@ from typing import Any
 from ansible.module_utils.basic import AnsibleModule
 
 from ..module_utils import calibration, disk_budget, kit, model_lock, overlay, replica_plan
-from ..module_utils.git_source import GitSource, is_git
+from ..module_utils.git_source import GitSource, is_git, shown
 from ..module_utils.safetensors import PlanError
 from ..module_utils.tree import TreeError
 
@@ -520,7 +520,7 @@ def find_rope_rows(params: dict[str, Any], sources: Sources) -> int | None:
 
         return int(sources.of("kit", source, ask))
     except TreeError as error:
-        where = source["directory"] or f"{source['repo']}@{source['revision']}"
+        where = source["directory"] or f"{shown(source['repo'])}@{source['revision']}"
         raise PlanError("bad-kit", str(error), file=where) from None
 
 

@@ -234,6 +234,9 @@ def test_the_kit_bounds_the_context_before_it_is_fetched(run: Run, checkpoint: P
     (tmp_path / "git" / "rope-plain-sin.f32").write_bytes(bytes(100))
     assert "not whole rows" in run(directory=str(checkpoint), kit=without)["msg"]
     assert run(directory=str(checkpoint), kit={"repo": "own/m"})["refusal"]["fault"] == "bad-kit"
+    secret = run(directory=str(checkpoint), kit={"repo": "https://user:ghp_x@host/o/n", "revision": "a" * 40})
+    assert "holds a secret" in secret["msg"]
+    assert "ghp_x" not in str(secret)
 
 
 @pytest.mark.field("B65")
